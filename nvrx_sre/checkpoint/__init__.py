@@ -1,0 +1,1 @@
+"""Two-tier checkpoints: hot slots in shared memory, durable DCP directories."""

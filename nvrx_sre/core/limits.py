@@ -1,0 +1,121 @@
+"""Every limit in one place: deadlines, budgets, sizes. Frozen dataclasses, validated in relation.
+
+Budgets and windows are those of DESIGN section 3; each is exported as a metric series and recorded in
+`RunStarted`. Pure: nothing here reads a clock or the environment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from nvrx_sre.core.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapLimits:
+    """Retry budgets (DESIGN section 3, 'Caps'). They count only attempts without progress."""
+
+    same_fingerprint_attempts: int = 3
+    """Attempts in all at one fingerprint (class, exception type, user frame, step)."""
+    consecutive_attempts: int = 3
+    """Attempts in a row without progress, any fault."""
+    window_attempts: int = 5
+    """Attempts without progress within `window_s`."""
+    window_s: float = 1800.0
+    """Length of the sliding window (seconds)."""
+    transient_grace_s: float = 300.0
+    """Transient and node classes trip a cap only this long after the first attempt without progress."""
+    backoff_s: tuple[float, ...] = (0.0, 5.0, 30.0, 120.0)
+    """Wait before the n-th attempt without progress; the last value repeats."""
+    device_faults: int = 3
+    """Root faults of one device within `window_s` before it is excluded."""
+    startup_attempts: int = 3
+    """Start-up failures before the first step ever, then exit 75."""
+    nonfinite_attempts: int = 1
+    """Retries of a non-finite loss, from an older checkpoint."""
+    unknown_progress_attempts: int = 10
+    """Attempts when progress cannot be known."""
+    storage_attempts: int = 3
+    """Restarts that went on without a durable decision record."""
+    flapping_faults: int = 5
+    """Faults with progress within `flapping_window_s` that make the run 'flapping'."""
+    flapping_window_s: float = 1800.0
+    """Window of `flapping_faults` (seconds)."""
+    crash_loop_attempts: int = 3
+    """Attempts without progress from which the verdict is `crash_loop`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadlines:
+    """Progress deadlines per phase, and graces of the teardown. Seconds."""
+
+    init_s: float = 300.0
+    """Process start until the decorated call."""
+    rendezvous_s: float = 60.0
+    """Go until the process group is formed."""
+    rebuild_s: float = 300.0
+    """Model construction."""
+    load_s: float = 600.0
+    """Restore of a checkpoint."""
+    first_step_s: float = 300.0
+    """First step of a generation (lazy initialisation, compilation)."""
+    step_s: float = 60.0
+    """Any later step, data and evaluation excluded."""
+    data_s: float = 120.0
+    """One wait for data."""
+    evaluate_s: float = 1800.0
+    """One evaluation."""
+    save_s: float = 600.0
+    """One blocking save."""
+    finalize_s: float = 300.0
+    """After the last step until the training function returned."""
+    teardown_s: float = 10.0
+    """Acknowledged interrupt until ready for the next generation."""
+    interrupt_grace_s: float = 0.5
+    """Interrupt raised until acknowledged; past it the rank is killed."""
+    suspicion_s: float = 0.1
+    """A communication error waits this long for a death or another error before it is blamed."""
+    final_drain_s: float = 300.0
+    """End of training until the last durable save is verified."""
+    loop_stall_s: float = 1.0
+    """If the launcher itself did not turn for this long, all deadlines are armed anew."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not value > 0:
+                raise UserError(f"deadline {item.name} is {value}: it must be greater than 0 seconds")
+        if self.interrupt_grace_s >= self.teardown_s:
+            raise UserError(
+                f"deadline interrupt_grace_s ({self.interrupt_grace_s}) must be below teardown_s ({self.teardown_s})"
+            )
+
+    def for_phase(self, phase: str) -> float:
+        """Limit of `phase` (a value of `events.schema.Phase`) in seconds."""
+        value: float = getattr(self, f"{phase}_s")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryLimits:
+    """Bounds on telemetry's own memory and time."""
+
+    journal_queue_records: int = 65_536
+    """Records waiting for the journal's thread; beyond it records are dropped and counted."""
+    step_aggregate_s: float = 1.0
+    """Longest span of steps that one `StepsCommitted` covers (seconds)."""
+    metrics_linger_s: float = 65.0
+    """Longest stay of the endpoint after a terminal exit (seconds)."""
+    exporter_timeout_s: float = 1.0
+    """Longest wait for the OTLP collector, a flush at exit included (seconds)."""
+    loop_unhealthy_s: float = 5.0
+    """`/healthz` answers 503 when the launcher's loop has not turned for this long (seconds)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """All limits in force for a run."""
+
+    caps: CapLimits = field(default_factory=CapLimits)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    telemetry: TelemetryLimits = field(default_factory=TelemetryLimits)

@@ -1,0 +1,1 @@
+"""The one stream of events: closed schema, journal, rank channel."""

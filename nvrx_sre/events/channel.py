@@ -1,0 +1,419 @@
+"""Messages between the launcher and its children, and their wire form.
+
+One SOCK_SEQPACKET socketpair a child: one message is one packet, packets buffered by a sender survive its
+SIGKILL. Two wire forms: the two messages of the hot path (`Step`, `Alive`) are fixed-size structs, all
+others are JSON. Totals in `Step` are cumulative since the generation entered its step loop, so a dropped
+packet loses resolution, never time or H. `mono_ns` stamps are CLOCK_MONOTONIC of the host.
+
+Descriptors travel beside a message (SCM_RIGHTS), never as a number inside one.
+Must not: block a training step (`send_nowait` drops and counts), carry secrets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_PACKET_BYTES = 64 * 1024
+"""Largest packet; longer texts are cut by the sender. Well below the kernel's default socket buffer."""
+CHANNEL_FD_VARIABLE = "NVRX_SRE_CHANNEL_FD"
+"""Environment variable that hands a child its end of the channel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Base of all messages; subclasses register themselves by name."""
+
+
+# --- child -> launcher ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(Message):
+    """First message of every child, before any import of the user's."""
+
+    pid: int
+    start_ticks: int
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parked(Message):
+    """The child stands at the decorated call (a writer: at its loop) and waits for its assignment.
+
+    `fit` False: it cannot be a standby (`note` says why) and is only good for a cold start.
+    """
+
+    fit: bool
+    note: str
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(Message):
+    """The rank left the generation before `generation` and is ready to enter it.
+
+    `fit` False: the process must be replaced; `reason` is bounded text for the log.
+    """
+
+    generation: int
+    fit: bool
+    reason: str
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entered(Message):
+    """The rank entered `phase` (a `schema.Phase`). `step` is the number of committed steps."""
+
+    generation: int
+    phase: str
+    step: int
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alive(Message):
+    """Liveness: the interpreter turns. `progress` counts points passed in this generation."""
+
+    generation: int
+    step: int
+    progress: int
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Message):
+    """The rank committed `step`. Times (s) and tokens are cumulative in this generation's step loop.
+
+    `slot` is the hot slot that now holds this step, -1 if it was not captured; `durable` if a durable save
+    of this step is due. `loss` is NaN where the user gave none.
+    """
+
+    generation: int
+    step: int
+    mono_ns: int
+    step_s: float
+    data_s: float
+    checkpoint_block_s: float
+    evaluate_s: float
+    tokens: int
+    loss: float
+    has_loss: bool
+    slot: int
+    durable: bool
+    captured: int
+    skipped: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsWanted(Message):
+    """The rank's layout is known: slots of `data_bytes` + `blob_bytes` are wanted. Answer: `SlotsGranted`."""
+
+    generation: int
+    layout_hash: str
+    data_bytes: int
+    blob_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(Message):
+    """The training function raised. `fault` is the rank's own classification (`schema.FaultClass`).
+
+    `communication`: the error may be a peer's fault seen from here (suspicion only).
+    """
+
+    generation: int
+    fault: str
+    communication: bool
+    exception_type: str
+    frame: str
+    message: str
+    stack: str
+    step: int
+    phase: str
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acked(Message):
+    """The interrupt of `generation` arrived in the main thread (or found it already out)."""
+
+    generation: int
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks(Message):
+    """Stacks of all threads of the process, cut to fit a packet."""
+
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Message):
+    """The rank holds the agreed state of `step`. `source` is a `schema.RestoredFrom`."""
+
+    generation: int
+    step: int
+    source: str
+    seconds: float
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected(Message):
+    """The ranks agreed that a candidate is unusable. Sent by every rank; the first one counts."""
+
+    generation: int
+    step: int
+    tier: str
+    directory: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injected(Message):
+    """A planned fault fires now on this rank. Sent before it does."""
+
+    generation: int
+    spec: str
+    step: int
+    passes: int
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeKill(Message):
+    """Injection asks the launcher to lose the node: all workers, the writer and every hot slot."""
+
+    generation: int
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Message):
+    """The training function returned. `result` holds JSON scalars (rank 0's goes to the summary)."""
+
+    generation: int
+    step: int
+    result: dict[str, Any]
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterProgress(Message):
+    """The writer's report on the save of `step`. `stage`: written, committed, verified, failed.
+
+    `reason` is a `schema.SaveFailure` when `stage` is failed, else ''.
+    """
+
+    step: int
+    stage: str
+    directory: str
+    size_bytes: int
+    seconds: float
+    reason: str
+    message: str
+
+
+# --- launcher -> child ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assign(Message):
+    """Become `rank` from `generation` on. Hot slots, if the rank has any, come as a descriptor beside it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    generation: int
+    slot_data_bytes: int
+    slot_blob_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Go(Message):
+    """All ranks are ready: form `generation`. `candidates`: what to restore from, best first.
+
+    A candidate is {"tier": "hot", "step": s, "slot": k, "layout_hash": h} or
+    {"tier": "durable", "step": s, "directory": name}. `require_restore`: commits are on record, so an
+    exhausted list is an error rather than a fresh start. `passes`: planned fault -> passes already fired.
+    """
+
+    generation: int
+    world_size: int
+    candidates: list[dict[str, Any]]
+    require_restore: bool
+    passes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interrupt(Message):
+    """Leave `generation` now."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StacksWanted(Message):
+    """Answer with `Stacks` from the monitor thread."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsGranted(Message):
+    """Slots for the rank; the memfd comes as a descriptor beside this message."""
+
+    data_bytes: int
+    blob_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapSlots(Message):
+    """To the writer: slots of `rank`, the memfd beside this message."""
+
+    rank: int
+    data_bytes: int
+    blob_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteSave(Message):
+    """To the writer: write `step` from slot `slots[rank]` of each rank, commit, verify, retain.
+
+    Answers: `WriterProgress` per stage. `captured_ns` is wall time.
+    """
+
+    step: int
+    epoch: int
+    generation: int
+    world_size: int
+    slots: list[int]
+    captured_ns: int
+    keep: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave(Message):
+    """End in order, now."""
+
+    reason: str = field(default="")
+
+
+MESSAGE_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
+
+_STEP = struct.Struct("=cIQQddddQd?b?QQ")
+_ALIVE = struct.Struct("=cIQQQ")
+
+
+def encode(message: Message) -> bytes:
+    """Wire form of a message. Raises `ValueError` if it does not fit a packet."""
+    if isinstance(message, Step):
+        return _STEP.pack(
+            b"S",
+            message.generation,
+            message.step,
+            message.mono_ns,
+            message.step_s,
+            message.data_s,
+            message.checkpoint_block_s,
+            message.evaluate_s,
+            message.tokens,
+            message.loss,
+            message.has_loss,
+            message.slot,
+            message.durable,
+            message.captured,
+            message.skipped,
+        )
+    if isinstance(message, Alive):
+        return _ALIVE.pack(b"A", message.generation, message.step, message.progress, message.mono_ns)
+    packet = json.dumps({"type": type(message).__name__, **dataclasses.asdict(message)}).encode()
+    if len(packet) > MAX_PACKET_BYTES:
+        raise ValueError(f"{type(message).__name__} is {len(packet)} bytes, more than {MAX_PACKET_BYTES}")
+    return packet
+
+
+_STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))
+_ALIVE_FIELDS = tuple(item.name for item in dataclasses.fields(Alive))
+
+
+def decode(packet: bytes) -> Message:
+    """Inverse of `encode`. Raises `ValueError` for anything that is not a message."""
+    kind = packet[:1]
+    try:
+        if kind == b"S":
+            return Step(**dict(zip(_STEP_FIELDS, _STEP.unpack(packet)[1:], strict=True)))
+        if kind == b"A":
+            return Alive(**dict(zip(_ALIVE_FIELDS, _ALIVE.unpack(packet)[1:], strict=True)))
+        value = json.loads(packet)
+        cls = MESSAGE_TYPES[value.pop("type")]
+        return cls(**value)
+    except (struct.error, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a message of the channel: {error}") from error
+
+
+class Channel:
+    """One end of the socketpair. Not thread-safe for receiving; sends are single packets and may race."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.num_dropped = 0
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
+        """Send and wait for room; False if the other end is gone."""
+        return self._send(encode(message), descriptors, 0)
+
+    def send_nowait(self, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
+        """Send without blocking; False (and counted in `num_dropped`) if there is no room or no peer."""
+        return self._send(encode(message), descriptors, socket.MSG_DONTWAIT)
+
+    def _send(self, packet: bytes, descriptors: tuple[int, ...], flags: int) -> bool:
+        try:
+            if descriptors:
+                socket.send_fds(self.socket, [packet], list(descriptors), flags)
+            else:
+                self.socket.send(packet, flags)
+        except OSError:
+            self.num_dropped += 1
+            return False
+        return True
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """Next message with the descriptors beside it; None at end of stream.
+
+        Blocks unless the socket is non-blocking, in which case `BlockingIOError` says there is none.
+        Raises `ValueError` for a packet that is no message.
+        """
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self.socket, MAX_PACKET_BYTES, 4)
+        except ConnectionError:
+            return None
+        if not packet:
+            return None
+        return decode(packet), descriptors
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def create_pair() -> tuple[Channel, Channel]:
+    """A connected pair: (launcher's end, child's end)."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(ours), Channel(theirs)
+
+
+NO_LOSS = math.nan
+"""Value of `Step.loss` where the user gave none; `has_loss` is then False."""

@@ -1,0 +1,640 @@
+"""The closed set of events. Metrics, spans, logs, ledger and incidents are folds over it.
+
+A `Record` is an event with its stamp: run, epoch, generation, rank (None for job level), sequence number
+and time. `time_ns` is the launcher's anchored wall clock (nanoseconds since the Unix epoch, never
+decreasing within a launcher); stamps taken by a rank have been converted by its launcher. Where an event
+carries a time of its own (`*_ns`), that is when the thing happened; `Record.time_ns` is when the launcher
+recorded it.
+
+Invariants: every event class is frozen, in the past tense, holds only JSON scalars, lists of scalars or
+dicts of scalars; a class once released keeps its field names. Thread safety: immutable.
+Must not: read clocks, do I/O, hold a message text that a policy would need to parse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+class FaultClass(StrEnum):
+    """The `fault` label. Closed set (DESIGN section 3)."""
+
+    EXCEPTION = "exception"
+    HANG = "hang"
+    KILLED = "killed"
+    OOM_KILL = "oom_kill"
+    CUDA_OOM = "cuda_oom"
+    CUDA_ERROR = "cuda_error"
+    COLLECTIVE_ERROR = "collective_error"
+    NONFINITE = "nonfinite"
+    CHECKPOINT_CORRUPT = "checkpoint_corrupt"
+    STORAGE = "storage"
+    SHM_EXHAUSTED = "shm_exhausted"
+    STARTUP = "startup"
+    USER_ERROR = "user_error"
+    PREEMPTION = "preemption"
+    NODE_LOST = "node_lost"
+    OTHER = "other"
+
+
+class Layer(StrEnum):
+    """Where a recovery happens."""
+
+    IN_PROCESS = "in_process"
+    WORKER = "worker"
+    JOB = "job"
+
+
+class Tier(StrEnum):
+    """Where a checkpoint lives."""
+
+    HOT = "hot"
+    DURABLE = "durable"
+
+
+class RestoredFrom(StrEnum):
+    """What a generation started from."""
+
+    HOT = "hot"
+    DURABLE = "durable"
+    FRESH = "fresh"
+
+
+class Phase(StrEnum):
+    """What a rank is doing, outside the split of a single step."""
+
+    INIT = "init"
+    RENDEZVOUS = "rendezvous"
+    REBUILD = "rebuild"
+    LOAD = "load"
+    FIRST_STEP = "first_step"
+    STEP = "step"
+    DATA = "data"
+    EVALUATE = "evaluate"
+    SAVE = "save"
+    FINALIZE = "finalize"
+    TEARDOWN = "teardown"
+
+
+class LedgerState(StrEnum):
+    """The job is in exactly one of these at any instant (DESIGN section 4)."""
+
+    NEW = "new"
+    REDO = "redo"
+    LOST_STEP = "lost_step"
+    CHECKPOINT_BLOCK = "checkpoint_block"
+    DATA = "data"
+    EVALUATE = "evaluate"
+    INIT = "init"
+    DETECT = "detect"
+    TEARDOWN = "teardown"
+    RENDEZVOUS = "rendezvous"
+    REBUILD = "rebuild"
+    LOAD = "load"
+    BACKOFF = "backoff"
+    DOWN = "down"
+    SUSPENDED = "suspended"
+    HALTED = "halted"
+    OTHER = "other"
+
+
+class Detector(StrEnum):
+    """What noticed a fault."""
+
+    EXCEPTION = "exception"
+    DEATH = "death"
+    DEADLINE = "deadline"
+    REPORT = "report"
+
+
+class Verdict(StrEnum):
+    """State of an incident."""
+
+    RECOVERING = "recovering"
+    RECOVERED = "recovered"
+    FLAPPING = "flapping"
+    CRASH_LOOP = "crash_loop"
+    EXHAUSTED = "exhausted"
+
+
+class RejectReason(StrEnum):
+    """Why a checkpoint was not used. Closed set; label of `nvrx_checkpoint_rejected_total`."""
+
+    NO_COMMIT_MARKER = "no_commit_marker"
+    MANIFEST = "manifest"
+    VERSION = "version"
+    OTHER_RUN = "other_run"
+    MISSING_FILE = "missing_file"
+    SIZE = "size"
+    CHECKSUM = "checksum"
+    LAYOUT = "layout"
+    DIGEST = "digest"
+    UNREADABLE = "unreadable"
+
+
+class SkipReason(StrEnum):
+    """Why a due save did not happen."""
+
+    WRITER_BUSY = "writer_busy"
+    NO_FREE_SLOT = "no_free_slot"
+    INCOMPLETE = "incomplete"
+
+
+class SaveFailure(StrEnum):
+    """Why a save that had started did not commit."""
+
+    STORAGE = "storage"
+    WRITER_DIED = "writer_died"
+    INTERRUPTED = "interrupted"
+    NONFINITE = "nonfinite"
+    VERIFY = "verify"
+    ABANDONED_LINE = "abandoned_line"
+
+
+class Cap(StrEnum):
+    """Retry caps; label of the budget metrics."""
+
+    SAME_FINGERPRINT = "same_fingerprint"
+    CONSECUTIVE = "consecutive"
+    WINDOW = "window"
+    DEVICE = "device"
+    STARTUP = "startup"
+    NONFINITE = "nonfinite"
+    UNKNOWN_PROGRESS = "unknown_progress"
+    STORAGE = "storage"
+
+
+class Action(StrEnum):
+    """What a decision does."""
+
+    RESTART = "restart"
+    STOP = "stop"
+
+
+class StepKind(StrEnum):
+    """`new` is above the high water mark, `redone` at or below it."""
+
+    NEW = "new"
+    REDONE = "redone"
+
+
+class Role(StrEnum):
+    """Kind of child process."""
+
+    WORKER = "worker"
+    STANDBY = "standby"
+    WRITER = "writer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events; subclasses register themselves by name."""
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """First record of a run, and again at each launcher start with the configuration then in force."""
+
+    nproc: int
+    min_world_size: int
+    save_every_steps: int
+    hot_every_steps: int
+    config_digest: str
+    versions: dict[str, str]
+    limits: dict[str, float]
+    resumed: bool
+    fresh: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherStarted(Event):
+    """A launcher took the epoch of the record."""
+
+    node: str
+    pid: int
+    start_ticks: int
+    metrics_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherStopped(Event):
+    """Last record of a launcher that ended in order."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderLost(Event):
+    """The previous epoch ended without `LauncherStopped`; `last_seen_ns` is its last record."""
+
+    lost_epoch: int
+    last_seen_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Event):
+    """A child process was started. `rank` of the record is None for standby and writer."""
+
+    role: Role
+    pid: int
+    start_ticks: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerExited(Event):
+    """A child process ended. `expected`: the launcher had ended it or was waiting for it."""
+
+    role: Role
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    expected: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandbyReady(Event):
+    """A standby can become any rank."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseEntered(Event):
+    """The rank of the record entered `phase` at `entered_ns`.
+
+    Recorded for init, rendezvous, rebuild, load, first_step, evaluate, save, finalize and teardown; `step`
+    once when a rank enters its step loop. The split of a step is in `StepsCommitted`.
+    """
+
+    phase: Phase
+    entered_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationFormed(Event):
+    """All ranks of the record's generation have formed the process group."""
+
+    world_size: int
+    go_ns: int
+    pids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsCommitted(Event):
+    """Steps `first_step..last_step` (inclusive, one kind) were committed by every rank.
+
+    At most one a second, and one at every change of kind, fault and end. `started_ns` is when the first of
+    them began (the commit before it, or entry into the step loop), `committed_ns` when the last was
+    committed by the slowest rank. The four times sum to about `committed_ns - started_ns` and are those of
+    the rank that committed last.
+    """
+
+    kind: StepKind
+    first_step: int
+    last_step: int
+    started_ns: int
+    committed_ns: int
+    step_s: float
+    data_s: float
+    checkpoint_block_s: float
+    evaluate_s: float
+    tokens: int
+    loss: float | None
+    hot_sealed_step: int
+    hot_captured: int
+    hot_skipped: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultInjected(Event):
+    """A fault of the plan is about to fire on the record's rank (pass `passes` of that step)."""
+
+    spec: str
+    step: int
+    passes: int
+    injected_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultDetected(Event):
+    """One root fault. `rank` of the record is the culprit, or None if unknown.
+
+    `evidence_ns`: exit time of a death, the rank's stamp of an exception, last progress of a hang.
+    `high_water` is H at this moment. `frame` is `file:line function` of the user's code, `message` redacted.
+    """
+
+    fault: FaultClass
+    detector: Detector
+    phase: Phase
+    step: int
+    high_water: int
+    evidence_ns: int
+    exception_type: str
+    frame: str
+    message: str
+    fingerprint: str
+    exit_code: int | None
+    signal: int | None
+    pid: int | None
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterruptRaised(Event):
+    """Survivors of the record's generation were told to leave it."""
+
+    ranks: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeardownFinished(Event):
+    """Every rank has left the old generation: `kept` in process, `killed` past their grace."""
+
+    kept: list[int]
+    killed: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartDecided(Event):
+    """A decision of the policy, with its reason and what is left of each budget."""
+
+    action: Action
+    layer: Layer
+    reason: str
+    backoff_s: float
+    exit_code: int | None
+    restarts_since_progress: int
+    checkpoints_back: int
+    budget_used: dict[str, int]
+    budget_limit: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReplaced(Event):
+    """The record's rank moved to a new process; `warm` if it was a standby."""
+
+    old_pid: int
+    new_pid: int
+    warm: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankExcluded(Event):
+    """A device takes no further part in the run."""
+
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(Event):
+    """The run goes on from `step`; everything above it of generations before the record's is abandoned."""
+
+    step: int
+    high_water: int
+    source: RestoredFrom
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRestored(Event):
+    """All ranks hold the state of `step`. `seconds` is the slowest rank's load time."""
+
+    step: int
+    source: RestoredFrom
+    restored_ns: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressResumed(Event):
+    """The first step above the incident's H was committed on the slowest rank."""
+
+    step: int
+    committed_ns: int
+    first_step_started_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncidentClosed(Event):
+    """An incident ended. `outage_s` is None when no step followed it. Root of the record: `rank`."""
+
+    incident: int
+    verdict: Verdict
+    degraded: bool
+    fault: FaultClass
+    step: int
+    layer: Layer
+    attempts: int
+    opened_ns: int
+    detection_s: float
+    outage_s: float | None
+    resume_s: float | None
+    rollback_steps: int
+    trace_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveStarted(Event):
+    """The writer took a step that all ranks had sealed. `captured_ns` is the newest seal."""
+
+    step: int
+    tier: Tier
+    captured_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSealed(Event):
+    """Every rank sealed `step` for a durable save."""
+
+    step: int
+    sealed_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveWritten(Event):
+    """All files of the save are on disk, not yet committed."""
+
+    step: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveCommitted(Event):
+    """The save was renamed into place: discoverable from now on."""
+
+    step: int
+    directory: str
+    size_bytes: int
+    seconds: float
+    captured_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveVerified(Event):
+    """The committed save was read back from the disk and its checksums matched."""
+
+    step: int
+    directory: str
+    seconds: float
+    captured_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSkipped(Event):
+    """A due save did not happen."""
+
+    step: int
+    tier: Tier
+    reason: SkipReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(Event):
+    """A save that had started did not commit, or did not verify."""
+
+    step: int
+    tier: Tier
+    reason: SaveFailure
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRejected(Event):
+    """A checkpoint was found unusable; `moved_to` is where it lies now ('' if it was left alone)."""
+
+    step: int
+    tier: Tier
+    directory: str
+    reason: RejectReason
+    message: str
+    moved_to: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayDiverged(Event):
+    """A re-executed step's loss differs from its first execution (hex of the float's bits)."""
+
+    step: int
+    expected: str
+    actual: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreemptionReceived(Event):
+    """The node is to be taken away; the job drains and exits 143 (130 for a person's Ctrl-C)."""
+
+    signal: int
+    by_person: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapReached(Event):
+    """A retry cap stopped the run."""
+
+    cap: Cap
+    used: int
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetReset(Event):
+    """An operator refilled the budgets and cleared a halt."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaltRequested(Event):
+    """An operator or the brake asked the run to stop and stay stopped."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalRepaired(Event):
+    """A torn last line of the journal was cut off at start."""
+
+    dropped_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryDegraded(Event):
+    """A telemetry part dropped or failed; cumulative counts. Training was not affected."""
+
+    component: str
+    dropped: int
+    errors: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    """The run reached a terminal state with `exit_code`."""
+
+    exit_code: int
+    reason: str
+    step: int
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+EVENT_TYPES: dict[str, type[Event]] = {cls.__name__: cls for cls in Event.__subclasses__()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """An event with its stamp. Order within a run: (epoch, seq)."""
+
+    run: str
+    epoch: int
+    generation: int
+    rank: int | None
+    seq: int
+    time_ns: int
+    event: Event
+
+
+_STAMP = ("run", "epoch", "generation", "rank", "seq", "time_ns")
+
+
+def to_dict(record: Record) -> dict[str, Any]:
+    """Record as a flat JSON-ready dict: `type`, the stamp, then `data` with the event's fields."""
+    head: dict[str, Any] = {"type": type(record.event).__name__}
+    head.update({name: getattr(record, name) for name in _STAMP})
+    head["data"] = {item.name: getattr(record.event, item.name) for item in dataclasses.fields(record.event)}
+    return head
+
+
+def from_dict(value: dict[str, Any]) -> Record:
+    """Inverse of `to_dict`. Raises `ValueError` for an unknown type or wrong fields."""
+    cls = EVENT_TYPES.get(value.get("type", ""))
+    if cls is None:
+        raise ValueError(f"unknown event type {value.get('type')!r}")
+    try:
+        event = cls(**{key: _restore(cls, key, item) for key, item in value["data"].items()})
+        return Record(event=event, **{name: value[name] for name in _STAMP})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"event {cls.__name__} does not fit the schema: {error}") from error
+
+
+_ENUM_FIELDS: dict[tuple[type[Event], str], type[StrEnum]] = {}
+for _cls in EVENT_TYPES.values():
+    for _name, _type in typing.get_type_hints(_cls).items():
+        if isinstance(_type, type) and issubclass(_type, StrEnum):
+            _ENUM_FIELDS[_cls, _name] = _type
+
+
+def _restore(cls: type[Event], key: str, item: Any) -> Any:
+    enum = _ENUM_FIELDS.get((cls, key))
+    return item if enum is None else enum(item)

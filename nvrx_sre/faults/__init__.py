@@ -1,0 +1,1 @@
+"""Planned faults: specification and injection."""

@@ -1,0 +1,226 @@
+"""What goes into the pure launcher machine and what comes out. Frozen contract between machine and shell.
+
+Inputs are facts with the launcher's monotonic receive time passed beside them; commands are effects that the
+shell carries out in order. `Emit` commands become records; the shell stamps run, epoch, seq and time, and
+feeds each record back to the folds (history, ledger, incidents) before the next input.
+
+A worker is named by `child`, a number that is never reused within a launcher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nvrx_sre.events.channel import Message
+from nvrx_sre.events.schema import Event, RejectReason, Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """Base of all inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spawned(Input):
+    """The shell started the child that a `Spawn` asked for."""
+
+    child: int
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromChild(Input):
+    """A message arrived. Messages of a child are delivered in order, and before its `Exited`."""
+
+    child: int
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exited(Input):
+    """The child is dead and its channel drained. `oom`: the cgroup's oom_kill counter rose with it."""
+
+    child: int
+    exit_code: int | None
+    signal: int | None
+    exited_ns: int
+    oom: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignalReceived(Input):
+    """SIGTERM-like (preemption) or a person's Ctrl-C."""
+
+    signal: int
+    by_person: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class HaltSeen(Input):
+    """A halt request lies in the run directory."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled(Input):
+    """The launcher itself did not turn for a while (stopped, starved): arm all deadlines anew."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick(Input):
+    """Time passed; sent whenever `Machine.next_deadline_ns()` is reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Base of all commands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spawn(Command):
+    """Start a child. The shell answers with `Spawned`, or `Exited` with code 127 if it could not."""
+
+    child: int
+    role: Role
+    rank: int | None
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignRank(Command):
+    """Send `Assign` (with the rank's slots, if it has any) to a parked child."""
+
+    child: int
+    rank: int
+    world_size: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenGeneration(Command):
+    """All ranks are ready. The shell sets up the store prefix, computes restore candidates and sends `Go`.
+
+    `checkpoints_back`: leave out that many of the newest durable candidates (and all hot ones if > 0).
+    `hot_allowed`: hot slots may be used.
+    """
+
+    generation: int
+    world_size: int
+    children: tuple[int, ...]
+    checkpoints_back: int
+    hot_allowed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendInterrupt(Command):
+    """Send `Interrupt` for `generation`."""
+
+    child: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestStacks(Command):
+    """Send `StacksWanted`."""
+
+    child: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill(Command):
+    """SIGKILL the child's session. Its `Exited` follows."""
+
+    child: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrantSlots(Command):
+    """Create (or reuse) the rank's slots and send `SlotsGranted`; tell the writer."""
+
+    child: int
+    rank: int
+    data_bytes: int
+    blob_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropSlots(Command):
+    """Every hot slot of the node is lost (`node_kill`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishSealed(Command):
+    """`step` is sealed on every rank: older slots may be overwritten, except those held for the writer."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartSave(Command):
+    """Hold the slots and tell the writer to write `step`. `captured_mono_ns` is the newest seal.
+
+    The shell answers with writer messages as `FromChild`.
+    """
+
+    step: int
+    generation: int
+    world_size: int
+    slots: tuple[int, ...]
+    captured_mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseSlots(Command):
+    """The writer is done with `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fence(Command):
+    """Write durably: everything above `step` of generations before `generation` is abandoned."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveRejected(Command):
+    """Move a rejected durable checkpoint aside and emit `CheckpointRejected` with its new place."""
+
+    directory: str
+    step: int
+    reason: RejectReason
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emit(Command):
+    """Record an event. `occurred_mono_ns`: None for now."""
+
+    event: Event
+    generation: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveChild(Command):
+    """Send `Leave`; the machine follows up with `Kill` at a deadline."""
+
+    child: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop(Command):
+    """Terminal: the launcher exits with `exit_code` after its sinks are flushed."""
+
+    exit_code: int
+    reason: str
+    result: dict[str, Any]

@@ -1,0 +1,1 @@
+"""Generated dashboards, alert rules and runbooks."""

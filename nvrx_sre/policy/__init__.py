@@ -1,0 +1,1 @@
+"""Pure decisions: classify a fault, count attempts against caps, climb the ladder."""

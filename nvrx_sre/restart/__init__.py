@@ -1,0 +1,1 @@
+"""In-process restart on the rank's side: interrupt, abort, teardown."""

@@ -1,0 +1,1 @@
+"""Views of the event stream: metric catalog, Prometheus registry, spans, logs, endpoint."""

@@ -1,0 +1,1 @@
+"""Testing tools that are product: manual clock, memory store, simulated world."""

@@ -1,0 +1,1 @@
+"""Reference trainer: byte-level Llama-shaped language model on real text."""
