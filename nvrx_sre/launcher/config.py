@@ -1,0 +1,71 @@
+"""What a launcher is told. Frozen, validated in relation; built by the CLI, never read from the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nvrx_sre.core.errors import UserError
+from nvrx_sre.core.ids import check_run_name
+from nvrx_sre.core.limits import Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Configuration of one run on one node."""
+
+    run: str
+    """Run name (`core.ids`)."""
+    run_dir: Path
+    """Run directory; created private if it is missing."""
+    command: tuple[str, ...]
+    """What a worker runs after the interpreter: ('script.py', args...) or ('-m', module, args...)."""
+    nproc: int
+    """Ranks on this node."""
+    min_world_size: int
+    """Smallest world the run may go on with."""
+    num_standbys: int = 1
+    """Warm spare processes."""
+    save_every: int = 50
+    """Steps between durable saves."""
+    hot_every: int = 1
+    """Steps between hot captures; 0 switches the hot tier off."""
+    keep: int = 3
+    """Verified durable checkpoints to retain, at least 2."""
+    write_bandwidth_bytes_s: float | None = None
+    """Throttle of the durable writer (bytes a second)."""
+    fault_specs: tuple[str, ...] = ()
+    """Planned faults (`faults.plan`)."""
+    config_items: dict[str, str] = field(default_factory=dict)
+    """What identifies the run's configuration; a run directory of another configuration is refused."""
+    limits: Limits = field(default_factory=Limits)
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    """Explicit port, or None for a free one. The real port is in metrics.json."""
+    otlp_endpoint: str | None = None
+    """OTLP/HTTP traces endpoint, best effort."""
+    summary: Path | None = None
+    """Extra place for summary.json."""
+    start_fresh: bool = False
+    """Begin at step 0 although commits are on record (they are kept, fenced)."""
+    interrupt_signal: int = 39
+    """Signal that carries the interrupt to a rank's main thread: SIGRTMIN + 5 on Linux."""
+    linger: bool = False
+    """Keep the metrics endpoint after a terminal exit until it was scraped (DESIGN section 5)."""
+
+    def __post_init__(self) -> None:
+        check_run_name(self.run)
+        if self.nproc < 1:
+            raise UserError(f"number of ranks is {self.nproc}: use at least 1")
+        if not 1 <= self.min_world_size <= self.nproc:
+            raise UserError(f"minimum world size is {self.min_world_size}: use 1 to {self.nproc}")
+        if self.save_every < 1:
+            raise UserError(f"--save-every is {self.save_every}: use at least 1")
+        if self.hot_every < 0:
+            raise UserError(f"--hot-every is {self.hot_every}: use 0 (off) or more")
+        if self.num_standbys < 0:
+            raise UserError(f"number of standbys is {self.num_standbys}: use 0 or more")
+        if self.keep < 2:
+            raise UserError(f"checkpoints to keep is {self.keep}: use at least 2")
+        if self.metrics_port is not None and not 1 <= self.metrics_port <= 65_535:
+            raise UserError(f"--metrics-port is {self.metrics_port}: use 1 to 65535")
