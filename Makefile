@@ -1,0 +1,47 @@
+# Every target sets up .venv/ first, if it does not fit pyproject.toml.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+RUN_DIR ?= runs/demo
+FAULTS ?= 30
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo check test soak bench generate clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
+
+setup: ## create or refresh .venv/
+	@scripts/setup.sh
+
+demo: setup ## train with faults, about two minutes
+	@$(BIN)/nvrx-sre demo --run-dir $(RUN_DIR)
+
+check: setup ## the fast gates: lint, format, types, structure, generated files
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest tests/structure -q
+	@$(BIN)/nvrx-sre generate --check
+
+test: check ## everything: the fast gates, then all tests
+	@scripts/test-tools.sh
+	@$(BIN)/python -m pytest -q --ignore=tests/structure $(PYTEST_ARGS)
+
+soak: setup ## all tests three times in different orders
+	@scripts/test-tools.sh
+	@for round in 1 2 3; do $(BIN)/python -m pytest -q $(PYTEST_ARGS); done
+
+bench: setup ## recovery and telemetry benchmarks, rows in runs/bench-*.json
+	@mkdir -p runs
+	@$(BIN)/nvrx-sre bench recovery --faults $(FAULTS) --json runs/bench-recovery.json
+	@$(BIN)/nvrx-sre bench telemetry --json runs/bench-telemetry.json
+
+generate: setup ## dashboards/ and alerts/ from the catalog
+	@$(BIN)/nvrx-sre generate
+
+clean: ## remove what the targets made, .venv/ included
+	@rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,115 @@
+"""Entry point `nvrx-sre`: finds the command, loads only its module, turns errors into one line and an exit code.
+
+Model: a table of commands, each in a module of its own that is imported when the command is named, so that
+`--help` and read-only commands never load torch. Errors of ours (`core.errors.NvrxError`) own their exit code;
+click's own are usage errors (2); anything else is an internal error (70).
+
+Must not: show a traceback to a user who did not ask for one (`nvrx-sre --traceback COMMAND ...`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+import nvrx_sre
+from nvrx_sre.core.errors import ExitCode, NvrxError
+
+COMMANDS: dict[str, str] = {
+    "train": "nvrx_sre.cli.train:command",
+    "launch": "nvrx_sre.cli.launch:command",
+    "demo": "nvrx_sre.cli.demo:command",
+    "generate": "nvrx_sre.cli.generate:command",
+    "checkpoint": "nvrx_sre.cli.checkpoint:command",
+    "doctor": "nvrx_sre.cli.doctor:command",
+    "bench": "nvrx_sre.cli.bench:command",
+}
+"""Command -> `module:attribute`. One file a command group."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        target = COMMANDS.get(cmd_name)
+        if target is None:
+            return None
+        module, attribute = target.split(":")
+        loaded: click.Command = getattr(importlib.import_module(module), attribute)
+        return loaded
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(nvrx_sre.__version__, "--version", prog_name="nvrx-sre", message="%(prog)s %(version)s")
+@click.option("--traceback", "show_traceback", is_flag=True, help="Show the traceback of an error, for a bug report.")
+@click.pass_context
+def group(ctx: click.Context, show_traceback: bool) -> None:
+    """A resilient PyTorch trainer and the observability to prove that it recovered."""
+    ctx.find_root().meta["nvrx_sre.show_traceback"] = show_traceback
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. Blocks for as long as the command runs.
+
+    `argv` is without the program's name; None takes the process's own.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        result = group.main(args=arguments, prog_name="nvrx-sre", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else ExitCode.FINISHED
+    except BrokenPipeError:
+        _discard_stdout()
+        return ExitCode.FINISHED
+    # The process's outermost boundary: whatever arrives here becomes one line and an exit code.
+    except BaseException as error:  # noqa: BLE001
+        return _report(error, show_traceback="--traceback" in arguments[:1])
+
+
+def _report(error: BaseException, *, show_traceback: bool) -> int:
+    """Say what went wrong in one line on stderr; the exit code that belongs to it."""
+    if show_traceback and isinstance(error, Exception):
+        traceback.print_exception(error)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else ExitCode.FINISHED
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        _say(_usage_line(error))
+        return ExitCode.USAGE
+    if isinstance(error, NvrxError):
+        _say(str(error))
+        return error.exit_code
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        _say("interrupted")
+        return ExitCode.INTERRUPTED
+    _say(f"internal error: {type(error).__name__}: {error} (run 'nvrx-sre --traceback ...' for the details)")
+    return ExitCode.INTERNAL
+
+
+def _usage_line(error: click.ClickException) -> str:
+    """click's message, with the command whose help says more."""
+    context = getattr(error, "ctx", None)
+    hint = f" (see '{context.command_path} --help')" if context is not None else ""
+    return f"{error.format_message()}{hint}"
+
+
+def _say(message: str) -> None:
+    """One line on stderr, prefixed like every message of the program."""
+    line = " ".join(message.split())
+    click.echo(f"nvrx-sre: {line}", err=True)
+
+
+def _discard_stdout() -> None:
+    """The reader of our output left: keep the interpreter's exit from failing on the same pipe again."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.close(descriptor)
