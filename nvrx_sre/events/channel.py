@@ -246,10 +246,13 @@ class Go(Message):
     A candidate is {"tier": "hot", "step": s, "slot": k, "layout_hash": h} or
     {"tier": "durable", "step": s, "directory": name}. `require_restore`: commits are on record, so an
     exhausted list is an error rather than a fresh start. `passes`: planned fault -> passes already fired.
+    The store is the generation's own c10d TCPStore, hosted by the launcher.
     """
 
     generation: int
     world_size: int
+    store_host: str
+    store_port: int
     candidates: list[dict[str, Any]]
     require_restore: bool
     passes: dict[str, int]

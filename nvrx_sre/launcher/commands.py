@@ -47,6 +47,8 @@ class Exited(Input):
     signal: int | None
     exited_ns: int
     oom: bool
+    last_line: str = ""
+    """Last line of the child's own output, for the incident."""
 
 
 @dataclass(frozen=True, kw_only=True)
