@@ -119,3 +119,12 @@ class Limits:
     caps: CapLimits = field(default_factory=CapLimits)
     deadlines: Deadlines = field(default_factory=Deadlines)
     telemetry: TelemetryLimits = field(default_factory=TelemetryLimits)
+
+    def flattened(self) -> dict[str, float]:
+        """Every limit as `group.name` -> number (unit in the name); a tuple contributes its largest value."""
+        return {
+            f"{group.name}.{item.name}": float(max(value) if isinstance(value, tuple) else value)
+            for group in fields(self)
+            for item in fields(getattr(self, group.name))
+            for value in (getattr(getattr(self, group.name), item.name),)
+        }
