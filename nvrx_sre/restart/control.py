@@ -1,0 +1,261 @@
+"""The rank's side of the restart machinery: a monitor thread, and interrupts for the main thread.
+
+Model: the monitor thread owns receiving. It answers liveness, hands assignments and 'go' to the main
+thread, and when the launcher says `Interrupt(generation)` it aborts the groups and signals the main thread
+until the main thread has left the generation. The signal's Python handler runs in the main thread, checks
+the armed generation and the atomic depth, and raises `Interrupted`; so an interrupt is never delivered
+into another generation, never inside `atomic`, and wakes sleeps and locks (no SA_RESTART).
+
+Invariants: `armed` is written by the main thread alone; an interrupt of generation g is pending from its
+arrival until `armed` is no longer g. The handler raises at most once per `REDELIVERY_S`, so that the
+frames that catch it are not hit again before they disarm.
+
+Must not: send anything from the signal handler, hold a lock while the handler may run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Protocol
+
+from nvrx_sre.core.clock import Clock, to_ns
+from nvrx_sre.core.errors import Interrupted
+from nvrx_sre.events import channel as wire
+from nvrx_sre.events.schema import Phase
+
+ALIVE_INTERVAL_S = 0.25
+"""Liveness period: a quarter of the shortest sensible progress deadline (1 s)."""
+REDELIVERY_S = 0.003
+"""Pause between two deliveries of one interrupt: prototypes needed 1 to 3 deliveries, 1 ms apart at least."""
+MAX_STACKS_CHARS = 24_000
+
+
+class Abortable(Protocol):
+    """What the monitor aborts when a generation is interrupted."""
+
+    def abort(self) -> None:
+        """Free ranks blocked in collectives. Called repeatedly, from the monitor thread."""
+
+
+class RankControl:
+    """State shared by the main thread and the monitor thread of a rank."""
+
+    def __init__(self, channel: wire.Channel, clock: Clock, interrupt_signal: int) -> None:
+        self.channel = channel
+        self.clock = clock
+        self.groups: Abortable | None = None
+        self.step = 0
+        self.progress = 0
+        self.on_slots: Callable[[wire.SlotsGranted, int], None] | None = None
+        self._signal = interrupt_signal
+        self._main_thread_id = threading.main_thread().ident or 0
+        self.armed: int | None = None
+        """Generation whose interrupt may be raised in the main thread; written by the main thread alone."""
+        self._atomic_depth = 0
+        self._interrupted = -1
+        self._last_raise_ns = 0
+        self._changed = threading.Condition()
+        self._assign: tuple[wire.Assign, int | None] | None = None
+        self._go: wire.Go | None = None
+        self._leave = False
+        self._phase: tuple[str, int] = (Phase.INIT, clock.monotonic_ns())
+        self._phase_told: str = ""
+        self._generation = 0
+
+    # --- main thread --------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Install the handler and start the monitor. Main thread only."""
+        signal.signal(self._signal, self._on_signal)
+        signal.siginterrupt(self._signal, True)
+        threading.Thread(target=self._monitor, name="nvrx-monitor", daemon=True).start()
+
+    def handler_in_place(self) -> bool:
+        """False if user code replaced the interrupt's signal handler."""
+        return signal.getsignal(self._signal) == self._on_signal
+
+    def reinstall_handler(self) -> None:
+        signal.signal(self._signal, self._on_signal)
+        signal.siginterrupt(self._signal, True)
+
+    def wait_assigned(self) -> tuple[wire.Assign, int | None]:
+        """Block until the launcher gives this process a rank; (message, memfd of its slots or None)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._assign is not None or self._leave)
+            if self._assign is None:
+                raise SystemExit(0)
+            return self._assign
+
+    def wait_go(self, generation: int) -> wire.Go:
+        """Block until the launcher opens a generation >= `generation`.
+
+        An interrupt of a generation that this rank was about to enter moves it on: it reports ready for the
+        next one and goes on waiting.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._leave or self._pending_go(generation) or self._interrupted >= generation)
+                if self._leave:
+                    raise SystemExit(0)
+                if self._interrupted < generation:
+                    go = self._go
+                    assert go is not None
+                    self._generation = go.generation
+                    return go
+                skipped, generation = self._interrupted, self._interrupted + 1
+            self.send(wire.Acked(generation=skipped, mono_ns=self.clock.monotonic_ns()))
+            self.report_ready(generation, fit=True, reason="")
+
+    def _pending_go(self, generation: int) -> bool:
+        return self._go is not None and self._go.generation >= generation
+
+    def wait_interrupted(self, generation: int) -> None:
+        """Block until `generation` is interrupted; the launcher answers every fault with that, or a kill."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._interrupted >= generation or self._leave)
+            if self._leave:
+                raise SystemExit(0)
+
+    def arm(self, generation: int) -> None:
+        """From now on an interrupt of `generation` is raised here. Raises it if it has already come."""
+        self.armed = generation
+        if self._interrupted >= generation:
+            raise Interrupted(generation)
+
+    @property
+    def interrupted(self) -> int:
+        """Highest generation that was interrupted, -1 if none."""
+        return self._interrupted
+
+    @contextlib.contextmanager
+    def atomic(self) -> Iterator[None]:
+        """Interrupts wait until the outermost `atomic` is left."""
+        self._atomic_depth += 1
+        try:
+            yield
+        finally:
+            self._atomic_depth -= 1
+
+    def enter(self, phase: Phase, *, tell: bool = True) -> None:
+        """The main thread is in `phase` now. Without `tell` the monitor reports it if it lasts."""
+        now_ns = self.clock.monotonic_ns()
+        self._phase = (phase, now_ns)
+        self.progress += 1
+        if tell:
+            self._phase_told = phase
+            self.send(wire.Entered(generation=self._generation, phase=phase, step=self.step, mono_ns=now_ns))
+
+    @property
+    def phase(self) -> str:
+        return self._phase[0]
+
+    def report_ready(self, generation: int, *, fit: bool, reason: str) -> None:
+        """Tell the launcher that this rank left everything before `generation`."""
+        self.send(wire.Ready(generation=generation, fit=fit, reason=reason[:500], mono_ns=self.clock.monotonic_ns()))
+
+    def send(self, message: wire.Message) -> None:
+        """Send and wait for room. A launcher that is gone ends this process through the monitor."""
+        self.channel.send(message)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        generation = self.armed
+        if generation is None or self._interrupted < generation or self._atomic_depth:
+            return
+        now_ns = self.clock.monotonic_ns()
+        if now_ns - self._last_raise_ns < to_ns(REDELIVERY_S):
+            return
+        self._last_raise_ns = now_ns
+        raise Interrupted(generation)
+
+    # --- monitor thread -----------------------------------------------------------------------------------
+
+    def _monitor(self) -> None:
+        poller = select.poll()
+        poller.register(self.channel.fileno(), select.POLLIN)
+        next_alive_ns = 0
+        while True:
+            delivering = self._deliver()
+            now_ns = self.clock.monotonic_ns()
+            if now_ns >= next_alive_ns:
+                self._tell_alive(now_ns)
+                next_alive_ns = now_ns + to_ns(ALIVE_INTERVAL_S)
+            wait_ms = REDELIVERY_S * 1000 if delivering else max(1.0, (next_alive_ns - now_ns) / 1e6)
+            if poller.poll(wait_ms):
+                self._receive()
+
+    def _deliver(self) -> bool:
+        """One delivery of a pending interrupt; True while it has not arrived."""
+        generation = self.armed
+        if generation is None or self._interrupted < generation:
+            return False
+        signal.pthread_kill(self._main_thread_id, self._signal)
+        if self.groups is not None:
+            self.groups.abort()
+        return True
+
+    def _tell_alive(self, now_ns: int) -> None:
+        phase, entered_ns = self._phase
+        if self.armed is not None and phase != self._phase_told:
+            self._phase_told = phase
+            self.channel.send_nowait(
+                wire.Entered(generation=self._generation, phase=phase, step=self.step, mono_ns=entered_ns)
+            )
+        self.channel.send_nowait(
+            wire.Alive(generation=self._generation, step=self.step, progress=self.progress, mono_ns=now_ns)
+        )
+
+    def _receive(self) -> None:
+        try:
+            received = self.channel.receive()
+        except ValueError as error:
+            print(f"nvrx-sre: ignored a packet of the launcher: {error}", file=sys.stderr)
+            return
+        if received is None:
+            leave_with_launcher()
+            return
+        message, descriptors = received
+        if isinstance(message, wire.StacksWanted):
+            self.channel.send_nowait(wire.Stacks(generation=self._generation, text=stacks_text()))
+        elif isinstance(message, wire.SlotsGranted):
+            if self.on_slots is not None:
+                self.on_slots(message, descriptors[0])
+        else:
+            self._hand_over(message, descriptors)
+
+    def _hand_over(self, message: wire.Message, descriptors: list[int]) -> None:
+        with self._changed:
+            if isinstance(message, wire.Assign):
+                self._assign = (message, descriptors[0] if descriptors else None)
+            elif isinstance(message, wire.Go):
+                self._go = message
+            elif isinstance(message, wire.Interrupt):
+                self._interrupted = max(self._interrupted, message.generation)
+            elif isinstance(message, wire.Leave):
+                self._leave = True
+            self._changed.notify_all()
+
+
+def leave_with_launcher() -> None:
+    """The launcher is gone: end this process and what it started, at once."""
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def stacks_text() -> str:
+    """Stacks of all threads, main thread first, cut to `MAX_STACKS_CHARS`."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    parts = []
+    for ident in sorted(frames, key=lambda item: item != main):
+        parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frames[ident])))
+    return "\n".join(parts)[:MAX_STACKS_CHARS]

@@ -1,0 +1,108 @@
+"""What an exception of the training function says about the fault.
+
+This is the only place that reads the text of a torch error: gloo raises plain `RuntimeError`s, so peers'
+deaths can be told from the user's own errors only by wording. The result is a closed class; policy never
+sees the text. Works on type names, so it needs no import of torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+
+from nvrx_sre.core.errors import CheckpointError, StorageError, UserError
+from nvrx_sre.events.schema import FaultClass
+
+MAX_MESSAGE_CHARS = 500
+MAX_STACK_CHARS = 12_000
+
+_COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+# Wording of torch 2.11 to 2.13: gloo's transport (tcp/pair.cc, unbound_buffer.cc) and NCCL's watchdog.
+_COMMUNICATION_TEXTS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "Broken pipe",
+    "Socket closed",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "NCCL communicator was aborted",
+)
+_CUDA_ERROR_TYPES = frozenset({"AcceleratorError", "CudaError"})
+_SHARED_MEMORY_TEXTS = ("insufficient shared memory", "unable to allocate shared memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """Text-only description of an exception; holds no frame, so it pins no model."""
+
+    fault: FaultClass
+    communication: bool
+    exception_type: str
+    frame: str
+    message: str
+    stack: str
+
+
+def describe(error: BaseException) -> Description:
+    """Classify `error` and reduce it to bounded text."""
+    text = str(error)
+    communication = is_communication_error(error, text)
+    name = type(error).__name__
+    module = type(error).__module__
+    return Description(
+        fault=FaultClass.COLLECTIVE_ERROR if communication else classify(error, text),
+        communication=communication,
+        exception_type=name if module == "builtins" else f"{module}.{name}",
+        frame=user_frame(error.__traceback__),
+        message=text.strip().split("\n", 1)[0][:MAX_MESSAGE_CHARS],
+        stack="".join(traceback.format_exception(error))[-MAX_STACK_CHARS:],
+    )
+
+
+def is_communication_error(error: BaseException, text: str) -> bool:
+    """True if a peer's fault may look like this from here."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & _COMMUNICATION_TYPES:
+        return True
+    return isinstance(error, RuntimeError) and any(item in text for item in _COMMUNICATION_TEXTS)
+
+
+def classify(error: BaseException, text: str) -> FaultClass:
+    """Fault class of an error that is not a communication error."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if isinstance(error, UserError):
+        return FaultClass.USER_ERROR
+    if isinstance(error, CheckpointError):
+        return FaultClass.CHECKPOINT_CORRUPT
+    if isinstance(error, StorageError) or _is_storage(error):
+        return FaultClass.STORAGE
+    if "NonFiniteLoss" in names:
+        return FaultClass.NONFINITE
+    if "OutOfMemoryError" in names:
+        return FaultClass.CUDA_OOM
+    if names & _CUDA_ERROR_TYPES or (isinstance(error, RuntimeError) and text.startswith("CUDA error")):
+        return FaultClass.CUDA_ERROR
+    if isinstance(error, RuntimeError) and any(item in text for item in _SHARED_MEMORY_TEXTS):
+        return FaultClass.SHM_EXHAUSTED
+    return FaultClass.EXCEPTION
+
+
+def _is_storage(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS)
+
+
+_LIBRARY_MARKS = (f"{os.sep}torch{os.sep}", f"{os.sep}nvrx_sre{os.sep}session{os.sep}", f"{os.sep}nvrx_sre{os.sep}restart{os.sep}")
+
+
+def user_frame(trace: TracebackType | None) -> str:
+    """Innermost frame outside torch and the runtime as `file:line function`, '' without a traceback."""
+    found = ""
+    for frame in traceback.extract_tb(trace):
+        if not any(mark in frame.filename for mark in _LIBRARY_MARKS):
+            found = f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
+    return found

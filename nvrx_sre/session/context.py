@@ -1,0 +1,252 @@
+"""The object that a training function gets: one per generation, per rank.
+
+Model: a generation forms its group, registers state, restores, then commits steps. A commit is the step
+boundary: the state is captured first and reported afterwards, so a reported step is a captured one. All
+state of a generation hangs on its context and is dropped with it.
+
+Thread safety: main thread only. Must not: block a step on telemetry; the report is one non-blocking send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from nvrx_sre.core.errors import UserError
+from nvrx_sre.events import channel as wire
+from nvrx_sre.events.schema import Phase
+from nvrx_sre.session.process import RankProcess
+from nvrx_sre.session.times import StepTimes
+from nvrx_sre.telemetry import context as ambient
+
+if TYPE_CHECKING:
+    import torch
+
+    from nvrx_sre.restart.wrapper import Restarter
+    from nvrx_sre.session.injecting import Injector
+    from nvrx_sre.session.saving import HotSaver
+
+USER_PHASES = {"data": Phase.DATA, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
+
+
+class NonFiniteLoss(Exception):
+    """The loss of a step is infinite or not a number; the step is not committed."""
+
+
+class Context:
+    """One generation of a managed run, seen from one rank."""
+
+    managed = True
+
+    def __init__(self, process: RankProcess, assign: wire.Assign, go: wire.Go, restarter: Restarter) -> None:
+        self.rank = assign.rank
+        self.local_rank = assign.local_rank
+        self.world_size = go.world_size
+        self.generation = go.generation
+        self.attempt = process.settings.attempt
+        self._process = process
+        self._restarter = restarter
+        self._control = process.control
+        self._go = go
+        self._tracked: dict[str, Any] = {}
+        self._times: StepTimes | None = None
+        self._saver: HotSaver | None = None
+        self._tokens = 0
+        self._results: dict[str, Any] = {}
+        self._injector: Injector | None = None
+        self._control.step = 0
+        if process.settings.fault_specs:
+            from nvrx_sre.session.injecting import Injector
+
+            self._injector = Injector(process, go, self.rank)
+
+    @property
+    def step(self) -> int:
+        """Committed steps so far; the step being executed is `step + 1`."""
+        return self._control.step
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        import torch
+
+        return torch.device("cuda", self.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    @property
+    def poisoned(self) -> bool:
+        """True if a planned fault wants the loss of this step to be not-a-number."""
+        return self._injector is not None and self._injector.poisoned
+
+    def init_process_group(self, backend: str | None = None, timeout_s: float | None = None) -> None:
+        """Form the generation's process group. Collective; blocks until all ranks are in.
+
+        `backend`: nccl where there is CUDA, else gloo. `timeout_s`: the group's own timeout; recovery does not
+        wait for it.
+        """
+        import torch
+        import torch.distributed as dist
+
+        self._inject("rendezvous")
+        self._control.enter(Phase.RENDEZVOUS)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.device)
+        limit_s = self._process.settings.group_timeout_s if timeout_s is None else timeout_s
+        with self._restarter.groups.sockets.window():
+            store = dist.TCPStore(
+                self._go.store_host,
+                self._go.store_port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=limit_s),
+            )
+            dist.init_process_group(
+                backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+                store=dist.PrefixStore(f"generation-{self.generation}", store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=limit_s),
+            )
+        self._control.enter(Phase.REBUILD)
+        self._inject("rebuild")
+
+    def track(self, **objects: Any) -> None:
+        """Register state under stable names, before `restore`.
+
+        Anything with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, loaders), or a dict of
+        plain values that is updated in place.
+        """
+        if self._saver is not None:
+            raise UserError("ctx.track() was called after ctx.restore(): register all state first")
+        self._tracked.update(objects)
+
+    def restore(self) -> int:
+        """Load the newest state that is good on all ranks; the step it belongs to, 0 if the run begins.
+
+        Collective. Raises `NothingRestorable` if commits are on record and none can be loaded.
+        """
+        from nvrx_sre.checkpoint.capture import Capturer
+        from nvrx_sre.session.restoring import Restorer
+        from nvrx_sre.session.saving import HotSaver
+
+        control = self._control
+        control.enter(Phase.LOAD)
+        self._inject("restore")
+        started_ns = control.clock.monotonic_ns()
+        step, source = Restorer(self._process, self._go, self.rank, self.device).restore(self._tracked)
+        now_ns = control.clock.monotonic_ns()
+        control.step = step
+        control.send(
+            wire.Restored(
+                generation=self.generation,
+                step=step,
+                source=source,
+                seconds=(now_ns - started_ns) / 1e9,
+                mono_ns=now_ns,
+            )
+        )
+        self._saver = HotSaver(self._process, Capturer(self._tracked), self.generation, step)
+        control.enter(Phase.FIRST_STEP)
+        self._times = StepTimes(control.clock)
+        return step
+
+    def commit(self, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
+        """The step is done on this rank: capture the state if that is due, then report the step.
+
+        `loss`: float or 0-dim tensor, `tokens`: trained by this step over all ranks. Raises `NonFiniteLoss`,
+        and then the step is not committed. Blocks for the capture; the report never blocks.
+        """
+        saver, times = self._saver, self._times
+        if saver is None or times is None:
+            raise UserError("ctx.commit() was called before ctx.restore()")
+        value = wire.NO_LOSS if loss is None else float(loss)
+        step = self._control.step + 1
+        self._inject("commit")
+        if loss is not None and not math.isfinite(value):
+            raise NonFiniteLoss(f"loss of step {step} is {value}")
+        if saver.is_durable_due(step):
+            self._inject("save")
+        times.switch(Phase.SAVE)
+        captured = saver.at_boundary(step)
+        times.switch(Phase.STEP)
+        self._tokens += tokens
+        self._control.step = step
+        self._control.progress += 1
+        self._control.enter(Phase.STEP, tell=False)
+        self._report(value, loss is not None, captured.slot, captured.durable)
+        ambient.set_step(step)
+
+    def _report(self, loss: float, has_loss: bool, slot: int, durable: bool) -> None:
+        times, saver = self._times, self._saver
+        assert times is not None and saver is not None
+        self._control.channel.send_nowait(
+            wire.Step(
+                generation=self.generation,
+                step=self._control.step,
+                mono_ns=self._control.clock.monotonic_ns(),
+                step_s=times.total_s(Phase.STEP),
+                data_s=times.total_s(Phase.DATA),
+                checkpoint_block_s=times.total_s(Phase.SAVE),
+                evaluate_s=times.total_s(Phase.EVALUATE),
+                tokens=self._tokens,
+                loss=loss,
+                has_loss=has_loss,
+                slot=slot,
+                durable=durable,
+                captured=saver.num_captured,
+                skipped=saver.num_skipped,
+            )
+        )
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book the time inside to `data`, `evaluate` or `save`, under that phase's deadline."""
+        phase = USER_PHASES.get(name)
+        if phase is None or self._times is None:
+            raise UserError(f"ctx.phase({name!r}): use one of {', '.join(USER_PHASES)}, after ctx.restore()")
+        self._times.switch(phase)
+        self._control.enter(phase, tell=False)
+        self._inject(name)
+        try:
+            yield
+        finally:
+            self._times.switch(Phase.STEP)
+            self._control.enter(Phase.STEP, tell=False)
+
+    def mark(self, point: str) -> None:
+        """A named point inside a step: evidence of progress, and where planned faults fire."""
+        self._inject(point)
+        self._control.progress += 1
+
+    def tick(self) -> None:
+        """Progress without a commit, such as a micro-batch: feeds the deadline."""
+        self._control.progress += 1
+
+    def save(self) -> None:
+        """The next commit is also saved durably."""
+        if self._saver is None:
+            raise UserError("ctx.save() was called before ctx.restore()")
+        self._saver.request_durable()
+
+    def atomic(self) -> contextlib.AbstractContextManager[None]:
+        """Interrupts wait until the block is left; keep it short, the grace runs on."""
+        return self._control.atomic()
+
+    def keep(self, item: object) -> None:
+        """`item` (a thread or child process) may outlive the generation."""
+        self._restarter.leftovers.keep(item)
+
+    def finish(self, **result: Any) -> None:
+        """JSON scalars for the summary; rank 0's are shown."""
+        self._results.update(result)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What `finish` was given."""
+        return dict(self._results)
+
+    def _inject(self, point: str) -> None:
+        if self._injector is not None:
+            self._injector.at(self._control.step + 1, point)

@@ -1,0 +1,89 @@
+"""`resilient`: turn a training function into one that a launcher can interrupt and call again.
+
+Under a launcher the decorated call never returns normally while the run goes on: it parks, takes a rank, runs
+generation after generation, and leaves when the launcher says so. Code after the call runs at the end of
+the run. Without a launcher the function is called once with an `UnmanagedContext`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from nvrx_sre.core.errors import UserError
+from nvrx_sre.events import channel as wire
+from nvrx_sre.session.context import Context
+from nvrx_sre.session.process import RankProcess, current
+from nvrx_sre.session.settings import rank_variable_read, set_rank_variables, stop_watching_rank_variables
+from nvrx_sre.session.unmanaged import UnmanagedContext
+from nvrx_sre.telemetry import context as ambient
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def resilient(function: Callable[Concatenate[Context, P], R]) -> Callable[P, R | None]:
+    """Decorate `function(ctx, ...)`; the result is called without the context.
+
+    The function must keep its state in what it tracks: it is called again, in the same process, for every
+    generation. Must be called from the main thread under a launcher (`UserError` otherwise), since only
+    the main thread can be interrupted.
+    """
+
+    @functools.wraps(function)
+    def entry(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        process = current()
+        if process is None:
+            context: Any = UnmanagedContext()
+            return function(context, *args, **kwargs)
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError("a resilient training function must be called from the main thread")
+        _run_managed(process, _bind(function, args, kwargs))
+        return None
+
+    return entry
+
+
+def _bind(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Context], R]:
+    return lambda context: function(context, *args, **kwargs)
+
+
+def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> None:
+    from nvrx_sre.restart.abort import ProcessGroups
+    from nvrx_sre.restart.wrapper import GenerationBody, Restarter
+    from nvrx_sre.session.warm import warm_up
+
+    restarter = Restarter(process.control, ProcessGroups())
+    warm_up(restarter.groups)
+    assign = _park(process)
+    ambient.bind(run=process.settings.run, rank=assign.rank)
+
+    def body_for(go: wire.Go) -> GenerationBody:
+        ambient.set_generation(go.generation)
+        set_rank_variables(assign.rank, assign.local_rank, go.world_size)
+        context = Context(process, assign, go, restarter)
+        return GenerationBody(function=lambda: function(context), result=lambda: context.result)
+
+    try:
+        restarter.run(assign.generation, body_for)
+    except SystemExit:
+        return
+
+
+def _park(process: RankProcess) -> wire.Assign:
+    """Say that this process can become a rank, and wait until it does."""
+    read = rank_variable_read()
+    process.control.send(
+        wire.Parked(
+            fit=not read,
+            note=f"the script reads {read} before the resilient call, so it cannot be a standby" if read else "",
+            mono_ns=process.control.clock.monotonic_ns(),
+        )
+    )
+    assign, descriptor = process.control.wait_assigned()
+    stop_watching_rank_variables()
+    if descriptor is not None:
+        process.map_slots(descriptor, assign.slot_data_bytes, assign.slot_blob_bytes)
+    return assign
