@@ -27,7 +27,8 @@ from nvrx_sre.events.schema import (
     Tier,
     Verdict,
 )
-from nvrx_sre.goodput.verdict import RunState
+from nvrx_sre.goodput.ratios import GoodputKind as GoodputKind
+from nvrx_sre.goodput.verdict import RunState as RunState
 from nvrx_sre.telemetry.metric import Label as Label
 from nvrx_sre.telemetry.metric import Metric as Metric
 from nvrx_sre.telemetry.metric import MetricType as MetricType
@@ -54,16 +55,6 @@ class SaveOutcome(StrEnum):
     FAILED = "failed"
     SKIPPED = "skipped"
     REJECTED = "rejected"
-
-
-class GoodputKind(StrEnum):
-    """Ratios of DESIGN section 4."""
-
-    TRAINING = "training"
-    DURABLE = "durable"
-    INFRASTRUCTURE = "infrastructure"
-    EFFECTIVE = "effective"
-    CHECKPOINT_EFFICIENCY = "checkpoint_efficiency"
 
 
 class Component(StrEnum):
