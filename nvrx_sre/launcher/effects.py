@@ -1,0 +1,257 @@
+"""Carries out what the machine commands: the only place where decisions touch the world.
+
+One method a command, found by the command's class. Every effect is bounded; a failed effect becomes an input of
+the machine or an event, never an exception in the loop. Main thread only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from nvrx_sre.checkpoint import discover
+from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.core import errors
+from nvrx_sre.core.clock import Clock
+from nvrx_sre.events import channel as wire
+from nvrx_sre.events.schema import Event, Role, SaveFailed, SaveFailure, Tier
+from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher import process
+from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.hot import HotSlots
+from nvrx_sre.launcher.restorable import Restorables
+from nvrx_sre.launcher.rundir import RunDirectory
+from nvrx_sre.launcher.store import StoreHost
+from nvrx_sre.session.settings import ChildSettings
+
+SPAWN_FAILED_CODE = 127
+GROUP_TIMEOUT_S = 600.0
+"""The group's own timeout; recovery does not wait for it, it only bounds a run without a launcher."""
+
+EmitEvent = Callable[[Event, int, int | None], None]
+PutInput = Callable[[c.Input], None]
+
+
+class Effects:
+    """Effects of commands on processes, slots, store and run directory."""
+
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, clock: Clock, epoch: int, emit: EmitEvent, put: PutInput
+    ) -> None:
+        self.children: dict[int, process.Child] = {}
+        self.slots = HotSlots(config.run)
+        self.stop: c.Stop | None = None
+        self.commits_ever = False
+        self.passes: dict[str, int] = {}
+        self._config = config
+        self._directory = directory
+        self._clock = clock
+        self._epoch = epoch
+        self._emit = emit
+        self._put = put
+        self._generation = 0
+        self._store = StoreHost()
+        self._rank_of: dict[int, int] = {}
+        self.killed: set[int] = set()
+        self.restorables = Restorables(
+            config.run, directory.path, self.slots, lambda event: emit(event, self._generation, None)
+        )
+        self._table: dict[type[c.Command], Callable[[Any], None]] = {
+            c.Spawn: self._spawn,
+            c.AssignRank: self._assign,
+            c.OpenGeneration: self._open_generation,
+            c.SendInterrupt: lambda command: self._send(command.child, wire.Interrupt(generation=command.generation)),
+            c.RequestStacks: lambda command: self._send(command.child, wire.StacksWanted(generation=command.generation)),
+            c.Kill: self._kill,
+            c.GrantSlots: self._grant,
+            c.DropSlots: lambda command: self.slots.drop(),
+            c.PublishSealed: lambda command: self.slots.publish(command.step),
+            c.StartSave: self._start_save,
+            c.ReleaseSlots: lambda command: self.slots.release(),
+            c.Fence: self._fence,
+            c.MoveRejected: lambda command: self.restorables.move(
+                command.directory, command.step, command.reason, command.message
+            ),
+            c.Emit: lambda command: emit(command.event, command.generation, command.rank),
+            c.LeaveChild: lambda command: self._send(command.child, wire.Leave()),
+            c.Stop: self._stop,
+        }
+
+    def apply(self, command: c.Command) -> None:
+        """Carry out one command."""
+        self._table[type(command)](command)
+
+    def close(self) -> None:
+        """End whatever still runs, release everything."""
+        for child in list(self.children.values()):
+            child.kill()
+            child.reap()
+        self.children.clear()
+        self.slots.drop()
+        self._store.close()
+
+    def _send(self, number: int, message: wire.Message, descriptors: tuple[int, ...] = ()) -> None:
+        child = self.children.get(number)
+        if child is not None:
+            # A full socket belongs to a child that does not read: its death or deadline follows anyway.
+            child.channel.send_nowait(message, descriptors)
+
+    def _spawn(self, command: c.Spawn) -> None:
+        name = command.role if command.rank is None else f"rank-{command.rank:05d}"
+        log = self._directory.logs / f"{name}-attempt-{command.attempt:04d}-{command.child}.log"
+        try:
+            child = process.spawn(command.child, command.role, self._arguments(command), self._environment(command), log)
+        except OSError as error:
+            self._emit_spawn_failure(command, error)
+            return
+        self.children[command.child] = child
+        self._record_children()
+        self._put(c.Spawned(child=command.child, pid=child.pid, start_ticks=child.start_ticks))
+
+    def _emit_spawn_failure(self, command: c.Spawn, error: OSError) -> None:
+        self._put(
+            c.Exited(
+                child=command.child,
+                exit_code=SPAWN_FAILED_CODE,
+                signal=None,
+                exited_ns=self._clock.monotonic_ns(),
+                oom=False,
+                last_line=f"cannot start a process: {error.strerror or error}",
+            )
+        )
+
+    def _arguments(self, command: c.Spawn) -> list[str]:
+        if command.role is Role.WRITER:
+            arguments = ["-m", "nvrx_sre.checkpoint.writer", str(self._directory.path), self._config.run]
+            rate = self._config.write_bandwidth_bytes_s
+            return arguments + ([f"--write-bandwidth={rate}"] if rate else [])
+        return ["-m", "nvrx_sre.session.bootstrap", *self._config.command]
+
+    def _environment(self, command: c.Spawn) -> dict[str, str]:
+        settings = ChildSettings(
+            run=self._config.run,
+            run_dir=str(self._directory.path),
+            launcher_pid=os.getpid(),
+            role=command.role,
+            attempt=command.attempt,
+            hot_every=self._config.hot_every,
+            save_every=self._config.save_every,
+            interrupt_signal=self._config.interrupt_signal,
+            fault_specs=self._config.fault_specs,
+            group_timeout_s=GROUP_TIMEOUT_S,
+        )
+        return child_environment(self._config.nproc) | settings.to_environment()
+
+    def forget(self, number: int) -> None:
+        """A child is dead and reaped."""
+        self.children.pop(number, None)
+        self._rank_of.pop(number, None)
+        self._record_children()
+
+    def _record_children(self) -> None:
+        self._directory.record_children({child.pid: child.start_ticks for child in self.children.values()})
+
+    def _assign(self, command: c.AssignRank) -> None:
+        self._rank_of[command.child] = command.rank
+        slots = self.slots.get(command.rank)
+        message = wire.Assign(
+            rank=command.rank,
+            local_rank=command.rank,
+            world_size=command.world_size,
+            generation=command.generation,
+            slot_data_bytes=slots.data_bytes if slots else 0,
+            slot_blob_bytes=slots.blob_bytes if slots else 0,
+        )
+        self._send(command.child, message, (slots.fd,) if slots else ())
+
+    def _open_generation(self, command: c.OpenGeneration) -> None:
+        self._generation = command.generation
+        candidates = self.restorables.find(
+            command.world_size,
+            checkpoints_back=command.checkpoints_back,
+            hot_allowed=command.hot_allowed,
+            commits_ever=self.commits_ever,
+        )
+        port = self._store.open()
+        for child in command.children:
+            self._send(
+                child,
+                wire.Go(
+                    generation=command.generation,
+                    world_size=command.world_size,
+                    store_host=self._store.host,
+                    store_port=port,
+                    candidates=candidates.for_rank(self._rank_of[child]),
+                    require_restore=candidates.require_restore,
+                    passes=self.passes,
+                ),
+            )
+
+    def _kill(self, command: c.Kill) -> None:
+        child = self.children.get(command.child)
+        if child is not None:
+            child.kill()
+
+    def _grant(self, command: c.GrantSlots) -> None:
+        try:
+            slots = self.slots.grant(command.rank, command.data_bytes, command.blob_bytes)
+        except (errors.UserError, errors.StorageError) as error:
+            self.stop = c.Stop(exit_code=error.exit_code, reason=str(error), result={})
+            return
+        granted = wire.SlotsGranted(data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
+        self._send(command.child, granted, (slots.fd,))
+        for child in self.children.values():
+            if child.role is Role.WRITER:
+                self.map_for_writer(child.number, command.rank, slots)
+
+    def map_for_writer(self, number: int, rank: int, slots: SlotFile) -> None:
+        """Tell the writer about a rank's slots."""
+        message = wire.MapSlots(rank=rank, data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
+        self._send(number, message, (slots.fd,))
+
+    def map_all_for_writer(self, number: int) -> None:
+        """A new writer learns of all slots there are."""
+        for rank, slots in self.slots.files().items():
+            self.map_for_writer(number, rank, slots)
+
+    def _start_save(self, command: c.StartSave) -> None:
+        self.slots.hold(command.slots)
+        writer = next((child for child in self.children.values() if child.role is Role.WRITER), None)
+        if writer is None:
+            return
+        self._send(
+            writer.number,
+            wire.WriteSave(
+                step=command.step,
+                epoch=self._epoch,
+                generation=command.generation,
+                world_size=command.world_size,
+                slots=list(command.slots),
+                captured_ns=self._clock.to_wall_ns(command.captured_mono_ns),
+                keep=self._config.keep,
+            ),
+        )
+
+    def _fence(self, command: c.Fence) -> None:
+        try:
+            discover.add_fence(self._directory.path, command.generation, command.step)
+        except errors.StorageError as error:
+            failure = SaveFailed(
+                step=command.step, tier=Tier.DURABLE, reason=SaveFailure.STORAGE, message=str(error)
+            )
+            self._emit(failure, command.generation, None)
+        self.slots.publish(command.step)
+
+    def _stop(self, command: c.Stop) -> None:
+        self.stop = command
+
+
+def child_environment(nproc: int) -> dict[str, str]:
+    """Environment of every child: ours, without another launcher's rank variables, threads shared out."""
+    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in dropped}
+    if nproc > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun does the same: ranks share the cores
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment

@@ -1,0 +1,67 @@
+"""Hot slots of a node: created on a rank's request, published, held for the writer, lost with the node.
+
+The launcher owns the memfds; ranks and writer map them by descriptor. It is the only one that writes the two
+control words: a slot is held *before* `sealed_step` passes its step, so a rank can never overwrite what the
+writer reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nvrx_sre.checkpoint.slots import NONE, SlotFile, SlotHeader
+
+
+class HotSlots:
+    """Slot files by rank."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._files: dict[int, SlotFile] = {}
+
+    def grant(self, rank: int, data_bytes: int, blob_bytes: int) -> SlotFile:
+        """Slots of `rank` with at least these sizes, new ones if need be. Blocks while pages are cleared.
+
+        Raises `UserError` or `StorageError` if the memory cannot be had.
+        """
+        old = self._files.get(rank)
+        if old is not None and old.data_bytes >= data_bytes and old.blob_bytes >= blob_bytes:
+            return old
+        new = SlotFile.create(data_bytes, blob_bytes, name=f"nvrx-hot-{self._run}-{rank}")
+        if old is not None:
+            old.close()
+        self._files[rank] = new
+        return new
+
+    def get(self, rank: int) -> SlotFile | None:
+        """Slots of `rank`, None if it has none."""
+        return self._files.get(rank)
+
+    def files(self) -> dict[int, SlotFile]:
+        """All slot files by rank."""
+        return dict(self._files)
+
+    def headers(self, world_size: int) -> Sequence[Sequence[SlotHeader | None]]:
+        """Headers of every rank's slots; a rank without slots has an empty row."""
+        return [self._files[rank].headers() if rank in self._files else [] for rank in range(world_size)]
+
+    def publish(self, step: int) -> None:
+        """`step` is sealed on every rank."""
+        for file in self._files.values():
+            file.sealed_step = step
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """The writer reads `slots[rank]` from now on."""
+        for rank, slot in enumerate(slots):
+            self._files[rank].held_slot = slot
+
+    def release(self) -> None:
+        """The writer is done."""
+        for file in self._files.values():
+            file.held_slot = NONE
+
+    def drop(self) -> None:
+        """Every slot is lost."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

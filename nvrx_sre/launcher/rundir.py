@@ -1,0 +1,153 @@
+"""The run directory: layout, identity, epochs, leftovers of a launcher that was killed.
+
+Paths are those of docs/reference/contracts.md. Taking an epoch is an exclusive creation, so two launchers
+can never hold the same one. On one host a live predecessor is refused; a dead one's children are ended by pid
+*and* start time, so nothing else is ever hit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nvrx_sre.core import processes
+from nvrx_sre.core.atomic import create_exclusively, make_private_directory, write_json_atomically
+from nvrx_sre.core.errors import RunDirectoryBusy, StorageError, Superseded, UserError
+
+MAX_EPOCH_TRIES = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """One leadership of the run."""
+
+    number: int
+    node: str
+    pid: int
+    start_ticks: int
+
+
+def config_digest(items: Mapping[str, str]) -> str:
+    """Digest of what identifies a run's configuration."""
+    return hashlib.sha256(json.dumps(dict(items), sort_keys=True).encode()).hexdigest()[:16]
+
+
+class RunDirectory:
+    """Paths and identity of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.journal = path / "journal"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.epochs = path / "epochs"
+        self.spans = path / "spans.jsonl"
+        self.metrics = path / "metrics.json"
+        self.summary = path / "summary.json"
+        self.halt = path / "halt.json"
+        self._identity = path / "run.json"
+        self._children = path / "children.json"
+
+    def prepare(self, run: str, items: Mapping[str, str]) -> bool:
+        """Create the directory, or check that it is this run's; True if the run existed before.
+
+        Raises `UserError` if it cannot be written or belongs to another run or configuration.
+        """
+        try:
+            make_private_directory(self.path)
+            for part in (self.journal, self.checkpoints, self.logs, self.epochs):
+                make_private_directory(part)
+            if not os.access(self.path, os.W_OK):
+                raise PermissionError(13, "not writable")
+        except OSError as error:
+            raise UserError(
+                f"run directory {self.path} cannot be used: {error.strerror}; choose another with --run-dir"
+            ) from error
+        identity = {"run": run, "config_digest": config_digest(items), "config": dict(items)}
+        if not self._identity.exists():
+            try:
+                write_json_atomically(self._identity, identity)
+            except StorageError as error:
+                raise UserError(f"{error}; choose another run directory with --run-dir") from error
+            return False
+        self._check_identity(read_json(self._identity), identity)
+        return True
+
+    def _check_identity(self, found: Any, wanted: dict[str, Any]) -> None:
+        if not isinstance(found, dict) or "config" not in found:
+            raise UserError(f"{self._identity} is not a run's identity; choose another run directory with --run-dir")
+        if found.get("run") != wanted["run"]:
+            raise UserError(
+                f"run directory {self.path} belongs to run {found.get('run')!r}, not {wanted['run']!r}; "
+                "choose another with --run-dir"
+            )
+        if found.get("config_digest") != wanted["config_digest"]:
+            was, now = found["config"], wanted["config"]
+            changed = sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key))
+            detail = ", ".join(f"{key}: {was.get(key)} -> {now.get(key)}" for key in changed)
+            raise UserError(
+                f"run directory {self.path} holds a run of another configuration ({detail}); "
+                "choose another with --run-dir"
+            )
+
+    def take_epoch(self) -> Epoch:
+        """Take the next epoch.
+
+        Raises `RunDirectoryBusy` if the newest epoch's launcher is alive on this host.
+        """
+        node, pid = socket.gethostname(), os.getpid()
+        ticks, boot = processes.start_ticks(pid), processes.boot_id()
+        content = {"node": node, "pid": pid, "start_ticks": ticks, "boot_id": boot}
+        for _ in range(MAX_EPOCH_TRIES):
+            newest = self.newest_epoch()
+            self._refuse_live(newest, boot)
+            number = newest + 1
+            if create_exclusively(self._epoch_path(number), (json.dumps(content) + "\n").encode()):
+                return Epoch(number=number, node=node, pid=pid, start_ticks=ticks)
+        raise Superseded(f"run directory {self.path}: other launchers keep taking the epoch")
+
+    def newest_epoch(self) -> int:
+        """Highest epoch ever taken, 0 if none."""
+        return max((int(item.stem) for item in self.epochs.glob("[0-9]*.json")), default=0)
+
+    def _epoch_path(self, number: int) -> Path:
+        return self.epochs / f"{number:08d}.json"
+
+    def _refuse_live(self, newest: int, boot: str) -> None:
+        if newest == 0:
+            return
+        holder = read_json(self._epoch_path(newest))
+        if not isinstance(holder, dict) or holder.get("boot_id") != boot:
+            return
+        if processes.is_alive(int(holder["pid"]), int(holder["start_ticks"])):
+            raise RunDirectoryBusy(
+                f"run directory {self.path} is in use by launcher process {holder['pid']} of this host; "
+                "stop it first or choose another with --run-dir"
+            )
+
+    def record_children(self, children: Mapping[int, int]) -> None:
+        """Remember live children (pid -> start_ticks) for a successor. Not synced: it guards a live boot only."""
+        value = {"boot_id": processes.boot_id(), "children": {str(pid): ticks for pid, ticks in children.items()}}
+        write_json_atomically(self._children, value, durable=False)
+
+    def end_leftovers(self) -> int:
+        """Kill recorded children of a dead predecessor that still run; how many there were."""
+        value = read_json(self._children)
+        if not isinstance(value, dict) or value.get("boot_id") != processes.boot_id():
+            return 0
+        found = value.get("children", {}).items()
+        return sum(processes.kill_session(int(pid), int(ticks)) for pid, ticks in found)
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file, None if it is missing or broken."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,227 @@
+"""The launcher's loop: inputs in, commands out, records to every view.
+
+    selector (channels, pidfds, signals) -> inputs -> Machine (pure) -> commands -> Effects
+                                                       |-> Emit -> Record -> history, telemetry, sinks
+
+Order matters and is fixed: a child's packets are drained before its death is told; all sockets are drained
+before a deadline is judged; a record reaches history and telemetry before the next input. The loop never
+blocks on disk or network of telemetry.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nvrx_sre.core.clock import Clock, seconds
+from nvrx_sre.events.schema import Event, FaultInjected, Record, Role, SaveCommitted
+from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.effects import Effects
+from nvrx_sre.launcher.machine import Machine
+from nvrx_sre.launcher.oom import OomCounter
+from nvrx_sre.launcher.process import Child
+from nvrx_sre.launcher.rundir import RunDirectory, read_json
+from nvrx_sre.launcher.signals import SignalPipe
+from nvrx_sre.policy.history import History
+from nvrx_sre.telemetry.hub import Telemetry
+
+HOUSEKEEPING_S = 0.5
+"""Longest sleep of the loop: halt requests are seen within a second, the loop's own heartbeat stays fresh."""
+
+Sink = Callable[[Record], None]
+
+
+class Recorder:
+    """Stamps events and feeds them to history, telemetry and what follows from them."""
+
+    def __init__(self, config: RunConfig, epoch: int, clock: Clock, history: History, telemetry: Telemetry) -> None:
+        self.passes: dict[str, int] = {}
+        self.commits_ever = False
+        self._run = config.run
+        self._epoch = epoch
+        self._clock = clock
+        self._history = history
+        self._telemetry = telemetry
+        self._seq = 0
+
+    def replay(self, records: Sequence[Record]) -> None:
+        """Learn from the journal of earlier epochs."""
+        for record in records:
+            self._history.apply(record)
+            self._note(record.event)
+
+    def emit(self, event: Event, generation: int, rank: int | None = None) -> None:
+        """Record an event now, and the events that follow from it."""
+        pending: deque[tuple[Event, int | None]] = deque([(event, rank)])
+        while pending:
+            item, of_rank = pending.popleft()
+            self._seq += 1
+            record = Record(
+                run=self._run,
+                epoch=self._epoch,
+                generation=generation,
+                rank=of_rank,
+                seq=self._seq,
+                time_ns=self._clock.wall_ns(),
+                event=item,
+            )
+            self._history.apply(record)
+            self._note(item)
+            pending.extend(self._telemetry.record(record))
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, FaultInjected):
+            self.passes[event.spec] = max(self.passes.get(event.spec, 0), event.passes)
+        elif isinstance(event, SaveCommitted):
+            self.commits_ever = True
+
+
+class Shell:
+    """Runs one machine against the real world until it says stop."""
+
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, clock: Clock, machine: Machine, recorder: Recorder, epoch: int
+    ) -> None:
+        self.loop_turned: Callable[[], None] = lambda: None
+        self._config = config
+        self._directory = directory
+        self._clock = clock
+        self._machine = machine
+        self._recorder = recorder
+        self._inputs: deque[c.Input] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._signals = SignalPipe()
+        self._oom = OomCounter()
+        self._registered: set[int] = set()
+        self._halt_told = False
+        self.effects = Effects(config, directory, clock, epoch, recorder.emit, self._inputs.append)
+        self.effects.passes = recorder.passes
+        self._selector.register(self._signals, selectors.EVENT_READ, None)
+
+    def run(self) -> c.Stop:
+        """Block until the run ends; the terminal command. Ends every child, also on an unexpected error."""
+        try:
+            self._apply(self._machine.start(self._clock.monotonic_ns()))
+            while self.effects.stop is None:
+                self._turn()
+            return self.effects.stop
+        finally:
+            self._selector.close()
+            self.effects.close()
+            self._signals.close()
+
+    def _turn(self) -> None:
+        self._flush_inputs()
+        if self.effects.stop is not None:
+            return
+        timeout_s = self._timeout_s()
+        before_ns = self._clock.monotonic_ns()
+        ready = self._selector.select(timeout_s)
+        overslept_s = seconds(self._clock.monotonic_ns() - before_ns) - timeout_s
+        for key, _ in ready:
+            self._handle_ready(key.data)
+        if overslept_s > self._config.limits.deadlines.loop_stall_s:
+            self._inputs.append(c.Stalled(seconds=overslept_s))
+        self._flush_inputs()
+        self._housekeeping()
+        deadline_ns = self._machine.next_deadline_ns()
+        if deadline_ns is not None and self._clock.monotonic_ns() >= deadline_ns:
+            self._drain_all()
+            self._flush_inputs()
+            self._feed(c.Tick())
+        self.loop_turned()
+
+    def _timeout_s(self) -> float:
+        deadline_ns = self._machine.next_deadline_ns()
+        if deadline_ns is None:
+            return HOUSEKEEPING_S
+        until_ns = deadline_ns - self._clock.monotonic_ns()
+        return min(HOUSEKEEPING_S, max(0.0, seconds(until_ns)))
+
+    def _flush_inputs(self) -> None:
+        while self._inputs and self.effects.stop is None:
+            self._feed(self._inputs.popleft())
+
+    def _feed(self, item: c.Input) -> None:
+        self._apply(self._machine.handle(item, self._clock.monotonic_ns()))
+
+    def _apply(self, commands: Sequence[c.Command]) -> None:
+        self.effects.commits_ever = self._recorder.commits_ever and not self._config.start_fresh
+        for command in commands:
+            self.effects.apply(command)
+            if isinstance(command, c.Spawn):
+                self._register(command.child)
+
+    def _register(self, number: int) -> None:
+        child = self.effects.children.get(number)
+        if child is None:
+            return
+        self._selector.register(child.channel, selectors.EVENT_READ, ("channel", child))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, ("death", child))
+        self._registered.add(number)
+        if child.role is Role.WRITER:
+            self.effects.map_all_for_writer(number)
+
+    def _handle_ready(self, data: Any) -> None:
+        if data is None:
+            self._handle_signals()
+            return
+        what, child = data
+        if child.number not in self._registered:
+            return
+        self._drain(child)
+        if what == "death":
+            self._handle_death(child)
+
+    def _handle_signals(self) -> None:
+        for number in self._signals.received():
+            self._inputs.append(c.SignalReceived(signal=number, by_person=number == signal.SIGINT))
+
+    def _drain_all(self) -> None:
+        for number in list(self._registered):
+            self._drain(self.effects.children[number])
+
+    def _drain(self, child: Child) -> None:
+        """Take in every packet that has arrived. A closed channel alone is not death: the pidfd tells."""
+        while True:
+            try:
+                received = child.channel.receive()
+            except BlockingIOError:
+                return
+            except ValueError:
+                continue  # a packet that is no message: the child's own doing, its deadlines judge it
+            if received is None:
+                if child.channel.fileno() in self._selector.get_map():
+                    self._selector.unregister(child.channel)
+                return
+            self._inputs.append(c.FromChild(child=child.number, message=received[0]))
+
+    def _handle_death(self, child: Child) -> None:
+        self._registered.discard(child.number)
+        if child.channel.fileno() in self._selector.get_map():
+            self._selector.unregister(child.channel)
+        self._selector.unregister(child.pidfd)
+        last_line = child.last_line()
+        code = child.reap()
+        self.effects.forget(child.number)
+        self._inputs.append(
+            c.Exited(
+                child=child.number,
+                exit_code=code if code >= 0 else None,
+                signal=-code if code < 0 else None,
+                exited_ns=self._clock.monotonic_ns(),
+                oom=self._oom.rose(),
+                last_line=last_line,
+            )
+        )
+
+    def _housekeeping(self) -> None:
+        if not self._halt_told and self._directory.halt.exists():
+            self._halt_told = True
+            value = read_json(self._directory.halt)
+            reason = str(value.get("reason", "")) if isinstance(value, dict) else "unreadable halt request"
+            self._inputs.append(c.HaltSeen(reason=reason))
