@@ -1,0 +1,149 @@
+"""The end of a run on a terminal: tables of incidents, time and saves, and where everything lies.
+
+Reads the run's summary (`summary.json`); a key that is missing shows as `-`, so that a run that ended early still
+gets its tables. Must not: compute a number of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nvrx_sre.cli.narrate import duration_text
+from nvrx_sre.cli.report import make_console
+from nvrx_sre.monitoring import assets
+
+_LEDGER_ORDER_HINT = 0.0005
+"""Ledger states below this share of wall time are left out of the table."""
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """`summary.json` of a run; empty if the run ended before it could be written."""
+    try:
+        value = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def print_summary(summary: Mapping[str, Any], run_dir: Path, *, console: Console | None = None) -> None:
+    """Print the final tables and places of a run."""
+    console = console or make_console()
+    if summary:
+        console.print()
+        _print_incidents(console, summary.get("incidents") or [])
+        _print_ledger(console, summary.get("ledger") or {})
+        _print_saves(console, summary.get("saves") or {})
+        _print_result(console, summary)
+    _print_places(console, run_dir)
+
+
+def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    return table
+
+
+def _print_incidents(console: Console, incidents: Sequence[Mapping[str, Any]]) -> None:
+    if not incidents:
+        console.print("Incidents: none")
+        return
+    names = ("fault", "layer", "rank", "step", "attempts", "detection", "outage", "rollback", "verdict")
+    right = {"rank", "step", "attempts", "detection", "outage", "rollback"}
+    table = _table("Incidents", [(name, "right" if name in right else "left") for name in names])
+    for item in incidents:
+        table.add_row(
+            str(item.get("fault", "-")),
+            str(item.get("layer", "-")),
+            _number(item.get("rank")),
+            _number(item.get("step")),
+            _number(item.get("attempts")),
+            duration_text(item.get("detection_s")),
+            duration_text(item.get("outage_s")),
+            _number(item.get("rollback_steps")),
+            str(item.get("verdict", "-")),
+        )
+    console.print(table)
+
+
+def _print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
+    wall_s = ledger.get("wall_s")
+    if not isinstance(wall_s, (int, float)) or wall_s <= 0:
+        return
+    table = _table("Where the time went", [("state", "left"), ("seconds", "right"), ("share", "right")])
+    states = {name: value for name, value in ledger.items() if name != "wall_s" and isinstance(value, (int, float))}
+    for name, value in sorted(states.items(), key=lambda item: -item[1]):
+        if value / wall_s >= _LEDGER_ORDER_HINT:
+            table.add_row(name, f"{value:.2f}", f"{value / wall_s:.1%}")
+    table.add_row("wall", f"{wall_s:.2f}", "")
+    console.print(table)
+
+
+def _print_saves(console: Console, saves: Mapping[str, Any]) -> None:
+    if not saves:
+        return
+    outcomes = ("committed", "failed", "skipped", "rejected")
+    table = _table("Saves", [("tier", "left"), *((name, "right") for name in outcomes)])
+    for tier in ("hot", "durable"):
+        counts = saves.get(tier)
+        if isinstance(counts, Mapping):
+            table.add_row(tier, *(_number(counts.get(name)) for name in outcomes))
+    console.print(table)
+    blocking_s = saves.get("blocking_s")
+    if isinstance(blocking_s, (int, float)):
+        console.print(f"Training waited {duration_text(float(blocking_s))} for saves in all.")
+
+
+def _print_result(console: Console, summary: Mapping[str, Any]) -> None:
+    goodput = summary.get("goodput") or {}
+    shares = "  ".join(f"{name} {value:.1%}" for name, value in goodput.items() if isinstance(value, (int, float)))
+    if shares:
+        console.print(f"Goodput: {shares}")
+    loss = summary.get("final_loss")
+    loss_text = f", final loss {loss:.4f}" if isinstance(loss, (int, float)) else ""
+    code = summary.get("exit_code", "-")
+    console.print(
+        Text(
+            f"Run {summary.get('run', '-')}: exit {code}, {_number(summary.get('high_water'))} of "
+            f"{_number(summary.get('steps'))} steps, {_number(summary.get('redone_steps'))} redone{loss_text}",
+            style="bold green" if code == 0 else "bold red",
+        )
+    )
+
+
+def _print_places(console: Console, run_dir: Path) -> None:
+    """Where to look next; what does not exist is left out."""
+    places = [
+        ("run directory", run_dir),
+        ("journal", run_dir / "journal"),
+        ("spans", run_dir / "spans.jsonl"),
+        ("logs", run_dir / "logs"),
+    ]
+    for name, path in places:
+        if path.exists():
+            console.print(f"{name + ':':15}{path}")
+    url = metrics_url(run_dir)
+    if url:
+        console.print(f"{'metrics:':15}{url} (while the run is up)")
+    console.print(f"{'dashboards:':15}{assets.assets_root() / 'dashboards'}")
+
+
+def metrics_url(run_dir: Path) -> str:
+    """The run's metrics URL as it was last published; '' if it never was."""
+    try:
+        value = json.loads((run_dir / "metrics.json").read_text(encoding="utf-8"))
+        return str(value["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else str(value)

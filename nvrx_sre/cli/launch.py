@@ -1,0 +1,141 @@
+"""`nvrx-sre launch`: a user's own script under the resilient launcher, with torchrun's flags.
+
+The flags come from `torchrun_flags`; those of the run directory, checkpoints and faults from `run_options`.
+Everything after the script's name belongs to the script. Must not import torch: the ranks do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nvrx_sre.cli.run_options import RunOptions, build_run_config, run_options
+from nvrx_sre.cli.running import check_fault_specs, run_and_report
+from nvrx_sre.cli.torchrun_flags import TORCHRUN_FLAGS, TorchrunFlag, Treatment
+from nvrx_sre.core.errors import UsageError, UserError
+from nvrx_sre.core.ids import run_name_from
+from nvrx_sre.core.limits import Limits
+
+
+def _help_of(flag: TorchrunFlag) -> str:
+    return f"[torchrun, {flag.treatment}] {flag.note}."
+
+
+def torchrun_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: add torchrun's flags; each arrives as text (None if not given) or bool."""
+    for flag in reversed(TORCHRUN_FLAGS):
+        if flag.takes_value:
+            option = click.option(
+                *flag.names, flag.parameter, envvar=flag.variable, metavar="VALUE", help=_help_of(flag)
+            )
+        else:
+            option = click.option(*flag.names, flag.parameter, is_flag=True, envvar=flag.variable, help=_help_of(flag))
+        function = option(function)
+    return function
+
+
+@click.command("launch", context_settings={"allow_interspersed_args": False})
+@torchrun_options
+@run_options
+@click.argument("script")
+@click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
+def command(options: RunOptions, script: str, script_args: tuple[str, ...], **flags: Any) -> int:
+    """Run SCRIPT on this node's ranks; flags are torchrun's, and those below."""
+    refuse(flags)
+    nproc = num_ranks(flags["nproc_per_node"])
+    options = dataclasses.replace(
+        _with_run_id(options, flags["rdzv_id"]),
+        limits=mapped_limits(options.limits, flags["max_restarts"], flags["shutdown_timeout"]),
+        notices=(*options.notices, *notices(flags)),
+    )
+    check_fault_specs(options.fault_specs, nproc)
+    config = build_run_config(
+        options,
+        command=worker_command(script, script_args, is_module=flags["module"]),
+        nproc=nproc,
+        config_items={"script": script, "arguments": shlex.join(script_args), "nproc": str(nproc)},
+    )
+    return run_and_report(config, num_steps=None, notices=options.notices)
+
+
+def refuse(flags: dict[str, Any]) -> None:
+    """Raise `UsageError` for the first flag whose value asks for something that is not done here."""
+    for flag in TORCHRUN_FLAGS:
+        value = flags.get(flag.parameter)
+        given = value is not None and value is not False
+        if flag.treatment is Treatment.REFUSED and given and value not in flag.harmless:
+            shown = f"{flag.names[-1]} {value}" if flag.takes_value else flag.names[-1]
+            raise UsageError(f"{shown} is not supported: {flag.note}")
+
+
+def notices(flags: dict[str, Any]) -> list[str]:
+    """A line for every mapped flag that was given: an option that does something else says so."""
+    return [
+        f"{flag.names[0]}: {flag.note}"
+        for flag in TORCHRUN_FLAGS
+        if flag.treatment is Treatment.MAPPED and flags.get(flag.parameter) not in (None, False)
+    ]
+
+
+def num_ranks(text: str | None) -> int:
+    """torchrun's `--nproc-per-node`: a number, `cpu`, `gpu`, `auto`; 1 if not given."""
+    if text is None:
+        return 1
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if text == "gpu" and not num_gpus:
+        raise UserError("--nproc-per-node gpu: this machine has no NVIDIA device; use a number, or cpu")
+    if text in ("gpu", "cpu", "auto"):
+        return num_gpus if num_gpus and text != "cpu" else os.cpu_count() or 1
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--nproc-per-node {text!r} is neither a number nor cpu, gpu or auto") from None
+
+
+def mapped_limits(limits: Limits, max_restarts: str | None, shutdown_timeout: str | None) -> Limits:
+    """Limits with what torchrun's flags say about restarts and shutdown."""
+    if max_restarts is not None:
+        attempts = _at_least_zero("--max-restarts", max_restarts, int) + 1
+        caps = dataclasses.replace(
+            limits.caps,
+            same_fingerprint_attempts=attempts,
+            consecutive_attempts=attempts,
+            window_attempts=attempts,
+        )
+        limits = dataclasses.replace(limits, caps=caps)
+    if shutdown_timeout is not None:
+        teardown_s = _at_least_zero("--shutdown-timeout", shutdown_timeout, float)
+        limits = dataclasses.replace(limits, deadlines=dataclasses.replace(limits.deadlines, teardown_s=teardown_s))
+    return limits
+
+
+def worker_command(script: str, script_args: tuple[str, ...], *, is_module: bool) -> tuple[str, ...]:
+    """What a worker runs after the interpreter. Raises `UserError` for a script that is not there."""
+    if is_module:
+        return ("-m", script, *script_args)
+    if not Path(script).is_file():
+        raise UserError(f"there is no script {script}")
+    return (script, *script_args)
+
+
+def _with_run_id(options: RunOptions, rdzv_id: str | None) -> RunOptions:
+    given = click.get_current_context().get_parameter_source("name") is not click.core.ParameterSource.DEFAULT
+    if rdzv_id in (None, "none") or given:
+        return options
+    return dataclasses.replace(options, run=run_name_from(str(rdzv_id)))
+
+
+def _at_least_zero(name: str, text: str, kind: type[int] | type[float]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise UsageError(f"{name} {text!r} is not a number") from None
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{name} is {text}: use 0 or more")
+    return value

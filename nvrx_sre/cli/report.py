@@ -1,0 +1,171 @@
+"""What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere.
+
+Model: a sink of records. `TerminalReporter(record)` only puts the record on a bounded queue; a thread of its own
+renders. A terminal that does not read (Ctrl-S, a stalled pipe) therefore never holds up the launcher: records
+beyond the queue are dropped and counted.
+
+Thread safety: `__call__` may be used from any thread; rendering happens in the reporter's thread alone.
+Must not: change the run in any way, raise into the launcher, or print a progress line more often than every
+`PROGRESS_EVERY_S` where there is no terminal.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from nvrx_sre.cli.narrate import Line, narrate
+from nvrx_sre.core.clock import seconds
+from nvrx_sre.events.schema import Record, StepsCommitted
+from nvrx_sre.goodput.ledger import Ledger
+from nvrx_sre.goodput.ratios import GoodputKind
+
+PROGRESS_EVERY_S = 5.0
+"""Least record time between two progress lines where output is not a terminal (seconds)."""
+QUEUE_RECORDS = 4096
+"""Records waiting to be shown; a run emits a few a second."""
+CLOSE_TIMEOUT_S = 2.0
+"""Longest wait for the thread at the end (seconds): a terminal that does not read must not hold up the exit."""
+
+
+class QuietConsole(Console):
+    """A console that falls silent when its reader leaves, instead of ending the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+def make_console(*, stderr: bool = False) -> QuietConsole:
+    """Console for the program's own output; no markup or highlighting, long lines are left to the terminal."""
+    return QuietConsole(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+@dataclass
+class ProgressTally:
+    """Running totals behind the progress display. A pure fold over records."""
+
+    step: int = 0
+    loss: float | None = None
+    tokens_s: float = 0.0
+    goodput: float | None = None
+    _ledger: Ledger = field(default_factory=Ledger)
+
+    def add(self, record: Record) -> None:
+        """Take one record into account."""
+        self._ledger.apply(record)
+        event = record.event
+        if not isinstance(event, StepsCommitted):
+            return
+        self.step = event.last_step
+        self.loss = event.loss if event.loss is not None else self.loss
+        span_s = seconds(event.committed_ns - event.started_ns)
+        self.tokens_s = event.tokens / span_s if span_s > 0 else 0.0
+        self.goodput = self._ledger.goodput(record.time_ns).get(GoodputKind.TRAINING)
+
+    def text(self, num_steps: int | None) -> str:
+        """`step 120/300  loss 2.134  45,210 tokens/s  goodput 83 %`."""
+        parts = [f"step {self.step}" + (f"/{num_steps}" if num_steps else "")]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.3f}")
+        parts.append(f"{self.tokens_s:,.0f} tokens/s")
+        if self.goodput is not None:
+            parts.append(f"goodput {self.goodput:.0%}")
+        return "  ".join(parts)
+
+
+class TerminalReporter:
+    """Shows a run. Use as a context manager, or call `close`.
+
+    `num_steps`: the run's planned steps, None if unknown (no bar, only the numbers).
+    """
+
+    def __init__(self, num_steps: int | None, console: Console | None = None) -> None:
+        self.num_dropped = 0
+        self._num_steps = num_steps
+        self._console = console or make_console()
+        self._tally = ProgressTally()
+        self._last_progress_ns: int | None = None
+        self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_RECORDS)
+        self._progress = self._make_progress() if self._console.is_terminal else None
+        self._thread = threading.Thread(target=self._render_all, name="nvrx-terminal", daemon=True)
+        self._thread.start()
+
+    def __call__(self, record: Record) -> None:
+        """Queue `record` for display. Never blocks, never raises."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.num_dropped += 1
+
+    def close(self) -> None:
+        """Show what is queued, remove the bar, stop. Blocks at most `CLOSE_TIMEOUT_S`."""
+        try:
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> TerminalReporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _make_progress(self) -> Progress:
+        columns = [BarColumn(bar_width=24)] if self._num_steps else []
+        progress = Progress(
+            *columns, TextColumn("{task.description}"), console=self._console, auto_refresh=False, transient=True
+        )
+        progress.add_task("starting", total=self._num_steps)
+        return progress
+
+    def _render_all(self) -> None:
+        """Body of the thread. Ends at the marker that `close` queues, or when the terminal is gone."""
+        try:
+            if self._progress is not None:
+                self._progress.start()
+            while (record := self._queue.get()) is not None:
+                self._render(record)
+            self._finish()
+        except OSError:
+            # The terminal is gone. The run goes on; what would have been shown is in the journal.
+            self._console.quiet = True
+
+    def _render(self, record: Record) -> None:
+        self._tally.add(record)
+        line = narrate(record)
+        if line is not None:
+            self._print(line)
+        if isinstance(record.event, StepsCommitted):
+            self._show_progress(record)
+
+    def _show_progress(self, record: Record) -> None:
+        text = self._tally.text(self._num_steps)
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=self._tally.step, description=text)
+            self._progress.refresh()
+            return
+        last = self._last_progress_ns
+        if last is None or seconds(record.time_ns - last) >= PROGRESS_EVERY_S:
+            self._last_progress_ns = record.time_ns
+            self._print(Line(text, ""))
+
+    def _print(self, line: Line) -> None:
+        self._console.print(Text(line.text, style=line.style))
+        if self._progress is None:
+            sys.stdout.flush()
+
+    def _finish(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if self._tally.step:
+            self._print(Line(self._tally.text(self._num_steps), ""))

@@ -1,0 +1,255 @@
+"""Options that every command that starts a launcher has, and the `RunConfig` they build.
+
+Model: `run_options` decorates a command; its values arrive in one `RunOptions`. Values are checked here as far
+as they can be without touching the run directory; the launcher checks the rest.
+
+Must not: import torch, or start anything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nvrx_sre.cli import config_file
+from nvrx_sre.core.errors import UserError
+from nvrx_sre.core.ids import check_run_name, run_name_from
+from nvrx_sre.core.limits import Limits
+from nvrx_sre.launcher.config import RunConfig
+
+LIMITS_KEY = "nvrx_sre.limits"
+DEFAULT_RUNS = Path("runs")
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Values of the shared options, checked."""
+
+    run: str
+    run_dir: Path
+    standbys: int
+    save_every: int
+    hot_every: int
+    keep: int
+    write_bandwidth_bytes_s: float | None
+    fault_specs: tuple[str, ...]
+    limits: Limits
+    metrics_host: str
+    metrics_port: int | None
+    otlp_endpoint: str | None
+    linger: bool
+    summary: Path | None
+    start_fresh: bool
+    notices: tuple[str, ...] = field(default=())
+    """What the user should know before the run starts, a line each."""
+
+
+def _load_config(ctx: click.Context, _: click.Parameter, value: Path | None) -> Path | None:
+    """Eager: the file's values become defaults before any other option is read."""
+    if value is not None:
+        loaded = config_file.load(value, [str(parameter.name) for parameter in ctx.command.params])
+        ctx.default_map = {**(ctx.default_map or {}), **loaded.options}
+        ctx.meta[LIMITS_KEY] = loaded.limits
+    return value
+
+
+class HotEvery(click.ParamType[int | str]):
+    """A number of steps, or `auto`."""
+
+    name = "N|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == AUTO or isinstance(value, int):
+            return value
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a number of steps nor 'auto'", param, ctx)
+        if number < 0:
+            self.fail(f"{number} is below 0 (0 switches the hot tier off)", param, ctx)
+        return number
+
+
+_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+    click.option(
+        "--config",
+        type=click.Path(path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=_load_config,
+        metavar="FILE",
+        help="TOML or YAML file of options and limits; explicit arguments beat it.",
+    ),
+    click.option(
+        "--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="Run directory.  [default: runs/NAME]"
+    ),
+    click.option("--name", metavar="NAME", help="Run name.  [default: the run directory's name]"),
+    click.option("--standbys", type=click.IntRange(0), default=1, show_default=True, help="Warm spare processes."),
+    click.option(
+        "--save-every", type=click.IntRange(1), default=50, show_default=True, metavar="N", help="Steps a durable save."
+    ),
+    click.option(
+        "--hot-every",
+        type=HotEvery(),
+        default=AUTO,
+        show_default=True,
+        metavar="N|auto",
+        help="Steps a hot capture; 0 switches the hot tier off.",
+    ),
+    click.option(
+        "--keep", type=click.IntRange(2), default=3, show_default=True, help="Verified durable checkpoints to keep."
+    ),
+    click.option(
+        "--write-bandwidth",
+        type=click.FloatRange(0, min_open=True),
+        metavar="MB_S",
+        help="Throttle of the durable writer in MB/s.",
+    ),
+    click.option(
+        "--step-deadline",
+        type=click.FloatRange(0, min_open=True),
+        metavar="S",
+        help="Seconds without progress inside a step after which a rank counts as hung.",
+    ),
+    click.option(
+        "--fault", multiple=True, metavar="SPEC", help="Inject KIND@RANK:STEP[=PARAMETER][/PHASE][xN|x*]; repeatable."
+    ),
+    click.option(
+        "--fault-plan", type=click.Path(path_type=Path), metavar="FILE", help="File of fault specs, a line each."
+    ),
+    click.option(
+        "--metrics-port", type=click.IntRange(1, 65_535), metavar="P", help="Port of /metrics.  [default: a free one]"
+    ),
+    click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address of /metrics."),
+    click.option(
+        "--metrics-linger",
+        type=click.FloatRange(0),
+        metavar="S",
+        help="Longest stay of a scraped /metrics after the end, in seconds; 0 for none.  [default: 65]",
+    ),
+    click.option("--otlp-endpoint", metavar="URL", help="OTLP/HTTP traces endpoint, best effort."),
+    click.option("--summary", type=click.Path(path_type=Path), metavar="FILE", help="Write the run's summary as JSON."),
+    click.option("--start-fresh", is_flag=True, help="Begin at step 0 although checkpoints exist; they are kept."),
+)
+
+
+def run_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: add the shared options and hand them over as `options=RunOptions`."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **values: Any) -> Any:
+        shared = {name: values.pop(name) for name in _SHARED}
+        return function(*args, options=_build(shared), **values)
+
+    for option in reversed(_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+_SHARED = (
+    "run_dir",
+    "name",
+    "standbys",
+    "save_every",
+    "hot_every",
+    "keep",
+    "write_bandwidth",
+    "step_deadline",
+    "fault",
+    "fault_plan",
+    "metrics_port",
+    "metrics_host",
+    "metrics_linger",
+    "otlp_endpoint",
+    "summary",
+    "start_fresh",
+)
+
+
+def _build(values: dict[str, Any]) -> RunOptions:
+    run, run_dir = _place(values["name"], values["run_dir"])
+    notices = []
+    hot_every = values["hot_every"]
+    if hot_every == AUTO:
+        hot_every = 1
+        notices.append("--hot-every auto: capturing hot state at every step")
+    linger_s: float | None = values["metrics_linger"]
+    fields_of = {
+        section: dict(content) for section, content in click.get_current_context().meta.get(LIMITS_KEY, {}).items()
+    }
+    if linger_s:
+        fields_of.setdefault("telemetry", {})["metrics_linger_s"] = linger_s
+    bandwidth_mb_s = values["write_bandwidth"]
+    return RunOptions(
+        run=run,
+        run_dir=run_dir,
+        standbys=values["standbys"],
+        save_every=values["save_every"],
+        hot_every=hot_every,
+        keep=values["keep"],
+        write_bandwidth_bytes_s=None if bandwidth_mb_s is None else bandwidth_mb_s * 1e6,
+        fault_specs=_fault_specs(values["fault"], values["fault_plan"]),
+        limits=config_file.build_limits(fields_of, values["step_deadline"]),
+        metrics_host=values["metrics_host"],
+        metrics_port=values["metrics_port"],
+        otlp_endpoint=values["otlp_endpoint"],
+        linger=linger_s is None or linger_s > 0,
+        summary=values["summary"],
+        start_fresh=values["start_fresh"],
+        notices=tuple(notices),
+    )
+
+
+def _place(name: str | None, run_dir: Path | None) -> tuple[str, Path]:
+    """Run name and directory; each is derived from the other where it is not given."""
+    if name is not None:
+        check_run_name(name)
+    if run_dir is None:
+        name = name or "train"
+        return name, (DEFAULT_RUNS / name).absolute()
+    return name or run_name_from(run_dir.absolute().name), run_dir.absolute()
+
+
+def _fault_specs(given: tuple[str, ...], plan: Path | None) -> tuple[str, ...]:
+    """Specs of `--fault`, then those of the plan: one a line, `#` starts a comment."""
+    if plan is None:
+        return given
+    try:
+        lines = plan.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read fault plan {plan}: {error}") from error
+    specs = [line.split("#", 1)[0].strip() for line in lines]
+    return (*given, *(spec for spec in specs if spec))
+
+
+def build_run_config(
+    options: RunOptions, *, command: tuple[str, ...], nproc: int, config_items: dict[str, str]
+) -> RunConfig:
+    """The launcher's configuration. Raises `UserError` where values do not fit together."""
+    return RunConfig(
+        run=options.run,
+        run_dir=options.run_dir,
+        command=command,
+        nproc=nproc,
+        min_world_size=max(nproc, 1),
+        num_standbys=options.standbys,
+        save_every=options.save_every,
+        hot_every=options.hot_every,
+        keep=options.keep,
+        write_bandwidth_bytes_s=options.write_bandwidth_bytes_s,
+        fault_specs=options.fault_specs,
+        config_items=config_items,
+        limits=options.limits,
+        metrics_host=options.metrics_host,
+        metrics_port=options.metrics_port,
+        otlp_endpoint=options.otlp_endpoint,
+        summary=None if options.summary is None else options.summary.absolute(),
+        start_fresh=options.start_fresh,
+        linger=options.linger,
+    )

@@ -1,0 +1,42 @@
+"""From a `RunConfig` to an exit code: start the launcher, show the run, print how it ended.
+
+Shared by every command that starts a launcher. Must not: import torch, or outlive the launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nvrx_sre.cli.final_tables import print_summary, read_summary
+from nvrx_sre.cli.report import TerminalReporter, make_console
+from nvrx_sre.events.schema import Record
+from nvrx_sre.faults.plan import FaultPlan
+from nvrx_sre.launcher.config import RunConfig
+
+Sink = Callable[[Record], None]
+
+
+def check_fault_specs(specs: Sequence[str], world_size: int) -> None:
+    """Raise `UserError` for a fault that cannot be parsed or can never fire."""
+    FaultPlan.parse(specs).check(world_size)
+
+
+def run_and_report(
+    config: RunConfig, *, num_steps: int | None, notices: Sequence[str] = (), sinks: Sequence[Sink] = ()
+) -> int:
+    """Run to the end and return the exit code. Blocks; `num_steps` is for the progress bar alone.
+
+    Must be called from the main thread: the launcher installs signal handlers.
+    """
+    # Imported here so that `--help` of the commands stays light.
+    from nvrx_sre.launcher import main as launcher
+
+    console = make_console()
+    for notice in notices:
+        console.print(notice)
+    with TerminalReporter(num_steps, console) as reporter:
+        exit_code = launcher.run(config, [reporter, *sinks])
+    if reporter.num_dropped:
+        console.print(f"{reporter.num_dropped} records were not shown here; the journal has them")
+    print_summary(read_summary(config.run_dir), config.run_dir, console=console)
+    return exit_code
