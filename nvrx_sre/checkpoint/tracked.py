@@ -1,0 +1,149 @@
+"""The user's tracked objects as a flat list of named tensors and a tree of small state.
+
+Names, which are also the keys of the DCP checkpoint:
+    <name>.<fqn>                          parameters and buffers of the module tracked as <name>
+    <name>.state.<parameter fqn>.<key>    tensor state of the optimizer tracked as <name>
+    <name>                                a tensor tracked by itself
+    <name>.<path>                         a big tensor inside the state_dict of another object
+With one tracked module the parameter fqn is the module's own; with several it begins with the module's name.
+
+Small state: {"rng", "optimizers": {name: {"groups", "scalars"}}, "objects": {name: state_dict},
+"values": {name: value}}, encoded by `encoding`. Parameters keep their identity within a generation; optimizer
+state may come into being at any step. Must not: run a collective or an optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from nvrx_sre.checkpoint import encoding, rng
+from nvrx_sre.checkpoint.layout import ItemRole
+from nvrx_sre.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A live tensor (DTensor or plain) under its name."""
+
+    fqn: str
+    role: ItemRole
+    tensor: torch.Tensor
+
+
+def is_stateful(value: object) -> bool:
+    """True for objects with `state_dict` and `load_state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def modules(tracked: Mapping[str, object]) -> Iterator[tuple[str, nn.Module]]:
+    """Tracked modules by name."""
+    for name, value in tracked.items():
+        if isinstance(value, nn.Module):
+            yield name, value
+
+
+def optimizers(tracked: Mapping[str, object]) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Tracked optimizers by name."""
+    for name, value in tracked.items():
+        if isinstance(value, torch.optim.Optimizer):
+            yield name, value
+
+
+def objects(tracked: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
+    """Tracked objects with a state_dict that are neither modules nor optimizers."""
+    for name, value in tracked.items():
+        if is_stateful(value) and not isinstance(value, nn.Module | torch.optim.Optimizer):
+            yield name, value
+
+
+def values(tracked: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
+    """Tracked plain values."""
+    for name, value in tracked.items():
+        if not is_stateful(value) and not isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def fixed_sources(tracked: Mapping[str, object]) -> list[Source]:
+    """Parameters, buffers and tracked tensors: the part that keeps its identity within a generation.
+
+    FSDP modules are resharded first, so that a name means the shard and never a gathered parameter.
+    """
+    found: list[Source] = []
+    for name, module in modules(tracked):
+        for inner in module.modules():
+            if isinstance(inner, FSDPModule):
+                inner.reshard()
+        found += [Source(f"{name}.{fqn}", ItemRole.PARAMETER, tensor) for fqn, tensor in module.named_parameters()]
+        found += [Source(f"{name}.{fqn}", ItemRole.BUFFER, tensor) for fqn, tensor in module.named_buffers()]
+    for name, value in tracked.items():
+        if isinstance(value, torch.Tensor):
+            found.append(Source(name, ItemRole.STATE, value))
+    return found
+
+
+def parameter_names(tracked: Mapping[str, object]) -> dict[torch.Tensor, str]:
+    """Parameter -> its name in optimizer state."""
+    tracked_modules = dict(modules(tracked))
+    several = len(tracked_modules) > 1
+    return {
+        parameter: f"{name}.{fqn}" if several else fqn
+        for name, module in tracked_modules.items()
+        for fqn, parameter in module.named_parameters()
+    }
+
+
+def group_names(name: str, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> list[list[str]]:
+    """Names of the parameters of each group. Raises `UserError` for a parameter of no tracked module."""
+    try:
+        return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    except KeyError:
+        raise UserError(
+            f"optimizer {name!r} holds a parameter that belongs to no tracked module: track that module as well"
+        ) from None
+
+
+def optimizer_sources(
+    name: str, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> tuple[list[Source], dict[str, dict[str, Any]]]:
+    """(tensor state, other state by parameter name and key) of an optimizer, as far as it exists yet."""
+    found: list[Source] = []
+    scalars: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                fqn = names[parameter]
+                if isinstance(value, torch.Tensor):
+                    found.append(Source(f"{name}.state.{fqn}.{key}", ItemRole.OPTIMIZER, value))
+                else:
+                    scalars.setdefault(fqn, {})[key] = value
+    return found, scalars
+
+
+def small_state(
+    tracked: Mapping[str, object], groups: Mapping[str, list[list[str]]], scalars: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[Source]]:
+    """(JSON-ready small state, big tensors found inside it)."""
+    big: list[Source] = []
+
+    def take(name: str, tensor: torch.Tensor) -> None:
+        big.append(Source(name, ItemRole.STATE, tensor))
+
+    state: dict[str, Any] = {"rng": rng.get_state(), "optimizers": {}, "objects": {}, "values": {}}
+    for name, optimizer in optimizers(tracked):
+        options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        encoded = encoding.encode(options, f"{name}.group", take)
+        state["optimizers"][name] = {
+            "groups": [{"names": listed, "options": item} for listed, item in zip(groups[name], encoded, strict=True)],
+            "scalars": encoding.encode(scalars[name], f"{name}.scalar", take),
+        }
+    for name, value in objects(tracked):
+        state["objects"][name] = encoding.encode(value.state_dict(), name, take)
+    for name, value in values(tracked):
+        state["values"][name] = encoding.encode(value, name, take)
+    return state, big
