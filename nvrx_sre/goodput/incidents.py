@@ -38,7 +38,6 @@ from nvrx_sre.events.schema import (
     Layer,
     ProgressResumed,
     Record,
-    StepKind,
     Verdict,
 )
 from nvrx_sre.goodput.verdict import ends_incident, verdict_open, verdict_recovered
