@@ -106,7 +106,7 @@ class RunDirectory:
         content = {"node": node, "pid": pid, "start_ticks": ticks, "boot_id": boot}
         for _ in range(MAX_EPOCH_TRIES):
             newest = self.newest_epoch()
-            self._refuse_live(newest, boot)
+            self._refuse_live(newest)
             number = newest + 1
             if create_exclusively(self._epoch_path(number), (json.dumps(content) + "\n").encode()):
                 return Epoch(number=number, node=node, pid=pid, start_ticks=ticks)
@@ -119,17 +119,24 @@ class RunDirectory:
     def _epoch_path(self, number: int) -> Path:
         return self.epochs / f"{number:08d}.json"
 
-    def _refuse_live(self, newest: int, boot: str) -> None:
-        if newest == 0:
-            return
-        holder = read_json(self._epoch_path(newest))
-        if not isinstance(holder, dict) or holder.get("boot_id") != boot:
-            return
-        if processes.is_alive(int(holder["pid"]), int(holder["start_ticks"])):
+    def _refuse_live(self, newest: int) -> None:
+        pid = self._live_holder(newest)
+        if pid is not None:
             raise RunDirectoryBusy(
-                f"run directory {self.path} is in use by launcher process {holder['pid']} of this host; "
+                f"run directory {self.path} is in use by launcher process {pid} of this host; "
                 "stop it first or choose another with --run-dir"
             )
+
+    def newest_epoch_is_live(self) -> bool:
+        """True if the newest epoch's launcher runs on this host."""
+        return self._live_holder(self.newest_epoch()) is not None
+
+    def _live_holder(self, epoch: int) -> int | None:
+        holder = read_json(self._epoch_path(epoch))
+        if not isinstance(holder, dict) or holder.get("boot_id") != processes.boot_id():
+            return None
+        pid = int(holder["pid"])
+        return pid if processes.is_alive(pid, int(holder["start_ticks"])) else None
 
     def record_children(self, children: Mapping[int, int]) -> None:
         """Remember live children (pid -> start_ticks) for a successor. Not synced: it guards a live boot only."""

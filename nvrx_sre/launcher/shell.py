@@ -150,7 +150,7 @@ class Shell:
         self._apply(self._machine.handle(item, self._clock.monotonic_ns()))
 
     def _apply(self, commands: Sequence[c.Command]) -> None:
-        self.effects.commits_ever = self._recorder.commits_ever and not self._config.start_fresh
+        self.effects.commits_ever = self._recorder.commits_ever
         for command in commands:
             self.effects.apply(command)
             if isinstance(command, c.Spawn):

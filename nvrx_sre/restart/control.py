@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Protocol
 
 from nvrx_sre.core.clock import Clock, to_ns
-from nvrx_sre.core.errors import Interrupted
+from nvrx_sre.core.errors import Interrupted, RestartAborted
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Phase
 
@@ -91,7 +91,7 @@ class RankControl:
         with self._changed:
             self._changed.wait_for(lambda: self._assign is not None or self._leave)
             if self._assign is None:
-                raise SystemExit(0)
+                raise RestartAborted
             return self._assign
 
     def wait_go(self, generation: int) -> wire.Go:
@@ -102,9 +102,10 @@ class RankControl:
         """
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._leave or self._pending_go(generation) or self._interrupted >= generation)
+                while not (self._leave or self._pending_go(generation) or self._interrupted >= generation):
+                    self._changed.wait()
                 if self._leave:
-                    raise SystemExit(0)
+                    raise RestartAborted
                 if self._interrupted < generation:
                     go = self._go
                     assert go is not None
@@ -122,7 +123,7 @@ class RankControl:
         with self._changed:
             self._changed.wait_for(lambda: self._interrupted >= generation or self._leave)
             if self._leave:
-                raise SystemExit(0)
+                raise RestartAborted
 
     def arm(self, generation: int) -> None:
         """From now on an interrupt of `generation` is raised here. Raises it if it has already come."""

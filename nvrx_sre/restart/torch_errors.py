@@ -96,7 +96,9 @@ def _is_storage(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS)
 
 
-_LIBRARY_MARKS = (f"{os.sep}torch{os.sep}", f"{os.sep}nvrx_sre{os.sep}session{os.sep}", f"{os.sep}nvrx_sre{os.sep}restart{os.sep}")
+_LIBRARY_MARKS = tuple(
+    os.sep.join(("", *parts, "")) for parts in (("torch",), ("nvrx_sre", "session"), ("nvrx_sre", "restart"))
+)
 
 
 def user_frame(trace: TracebackType | None) -> str:

@@ -52,7 +52,7 @@ class Restarter:
         control.groups = groups
 
     def run(self, first_generation: int, body_for: Callable[[wire.Go], GenerationBody]) -> None:
-        """Never returns normally: ends with SystemExit when the launcher says leave."""
+        """Never returns normally: raises `RestartAborted` when the launcher says leave."""
         next_generation = first_generation
         self.control.report_ready(next_generation, fit=True, reason="")
         while True:
@@ -101,9 +101,7 @@ class Restarter:
         control = self.control
         now_ns = control.clock.monotonic_ns()
         if outcome.finished:
-            control.send(
-                wire.Finished(generation=generation, step=control.step, result=body.result(), mono_ns=now_ns)
-            )
+            control.send(wire.Finished(generation=generation, step=control.step, result=body.result(), mono_ns=now_ns))
         elif outcome.fault is not None:
             fault = outcome.fault
             control.send(

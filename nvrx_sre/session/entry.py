@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from nvrx_sre.core.errors import UserError
+from nvrx_sre.core.errors import RestartAborted, UserError
 from nvrx_sre.events import channel as wire
 from nvrx_sre.session.context import Context
 from nvrx_sre.session.process import RankProcess, current
@@ -57,7 +57,10 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
 
     restarter = Restarter(process.control, ProcessGroups())
     warm_up(restarter.groups)
-    assign = _park(process)
+    try:
+        assign = _park(process)
+    except RestartAborted:
+        return
     ambient.bind(run=process.settings.run, rank=assign.rank)
 
     def body_for(go: wire.Go) -> GenerationBody:
@@ -68,7 +71,7 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
 
     try:
         restarter.run(assign.generation, body_for)
-    except SystemExit:
+    except RestartAborted:
         return
 
 

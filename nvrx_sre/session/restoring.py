@@ -62,7 +62,9 @@ class Restorer:
 
     def _candidate(self, entry: dict[str, Any], tracked: Mapping[str, Any]) -> Candidate:
         if entry["tier"] == Tier.HOT:
-            return HotCandidate(self._process.slots, int(entry["slot"]), int(entry["step"]), str(entry["layout_hash"]), tracked)
+            return HotCandidate(
+                self._process.slots, int(entry["slot"]), int(entry["step"]), str(entry["layout_hash"]), tracked
+            )
         directory = Path(self._process.settings.run_dir) / "checkpoints" / str(entry["directory"])
         return DurableCandidate(directory, self._process.settings.run, self._rank, self._go.world_size, tracked)
 

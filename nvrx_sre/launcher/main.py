@@ -1,0 +1,249 @@
+"""One launcher from start to exit: take the epoch, learn from the journal, run the machine, leave in order.
+
+    prepare directory -> take epoch -> end leftovers -> replay journal -> serve metrics -> run -> summary -> exit
+
+A run that was stopped for good (exit 93) or halted is refused until `nvrx-sre resume`, so that no restart of
+a pod refills a retry budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from nvrx_sre import __version__
+from nvrx_sre.checkpoint import discover
+from nvrx_sre.core.atomic import write_json_atomically
+from nvrx_sre.core.clock import SystemClock
+from nvrx_sre.core.errors import ExitCode, StorageError
+from nvrx_sre.core.limits import Limits
+from nvrx_sre.events import journal
+from nvrx_sre.events.schema import (
+    BudgetReset,
+    JournalRepaired,
+    LauncherStarted,
+    LauncherStopped,
+    LeaderLost,
+    Record,
+    RestoredFrom,
+    RolledBack,
+    RunFinished,
+    RunStarted,
+)
+from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
+from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
+from nvrx_sre.launcher.shell import Recorder, Shell
+from nvrx_sre.policy.history import History
+from nvrx_sre.telemetry.hub import Telemetry
+
+Sink = Callable[[Record], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What a caller shows at the end. `summary` has the keys of the summary file."""
+
+    exit_code: int
+    reason: str
+    summary: dict[str, Any]
+    directory: RunDirectory
+    metrics_url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What earlier epochs of the run left in the journal."""
+
+    records: list[Record]
+    repaired_bytes: int
+
+    @property
+    def last_generation(self) -> int:
+        """Highest generation number ever used."""
+        return max((record.generation for record in self.records), default=0)
+
+    def stopped_for_good(self) -> str:
+        """Why the run may not be started again, '' if it may."""
+        reason = ""
+        for record in self.records:
+            if isinstance(record.event, RunFinished):
+                stopped = record.event.exit_code == ExitCode.DO_NOT_RESTART
+                reason = record.event.reason if stopped else ""
+            elif isinstance(record.event, BudgetReset):
+                reason = ""
+        return reason
+
+    def unfinished_epoch(self) -> tuple[int, int] | None:
+        """(epoch, time of its last record) if the newest launcher did not stop in order."""
+        if not self.records or isinstance(self.records[-1].event, LauncherStopped | BudgetReset):
+            return None
+        return self.records[-1].epoch, self.records[-1].time_ns
+
+
+def read_past(directory: RunDirectory) -> Past:
+    """Repair and read the journal. Blocking; memory grows with the journal."""
+    repaired = journal.repair(directory.journal)
+    return Past(records=list(journal.read_journal(directory.journal)), repaired_bytes=repaired)
+
+
+def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
+    """Run until the end; blocks. Children, sockets and shared memory are gone when it returns.
+
+    Raises `UserError` or `RunDirectoryBusy` for what is wrong before anything was started.
+    """
+    directory = RunDirectory(config.run_dir)
+    directory.prepare(config.run, config.config_items)
+    epoch = directory.take_epoch()
+    directory.end_leftovers()
+    past = read_past(directory)
+    refused = _refusal(directory, past, config)
+    if refused:
+        return RunReport(
+            exit_code=ExitCode.DO_NOT_RESTART, reason=refused, summary={}, directory=directory, metrics_url=""
+        )
+    return _run_epoch(config, directory, epoch, past, sinks)
+
+
+def _refusal(directory: RunDirectory, past: Past, config: RunConfig) -> str:
+    stopped = past.stopped_for_good()
+    if directory.halt.exists() or (stopped and not config.start_fresh):
+        why = stopped or "a halt was requested"
+        return f"run {config.run} was stopped: {why}; `nvrx-sre resume {directory.path} --reason TEXT` lets it go on"
+    return ""
+
+
+def _run_epoch(
+    config: RunConfig, directory: RunDirectory, epoch: Epoch, past: Past, sinks: Sequence[Sink]
+) -> RunReport:
+    clock = SystemClock()
+    history = History(config.limits.caps)
+    telemetry = Telemetry(
+        run=config.run,
+        run_dir=directory.path,
+        epoch=epoch.number,
+        limits=config.limits,
+        otlp_endpoint=config.otlp_endpoint,
+        metrics_host=config.metrics_host,
+        metrics_port=config.metrics_port,
+        sinks=tuple(sinks),
+        clock=clock,
+    )
+    try:
+        telemetry.replay(past.records)
+        recorder = Recorder(config, epoch.number, clock, history, telemetry)
+        recorder.replay(past.records)
+        _announce(config, directory, epoch, past, recorder, telemetry)
+        machine = Machine(_machine_config(config), history, _machine_start(config, past, history, clock, recorder))
+        shell = Shell(config, directory, clock, machine, recorder, epoch.number)
+        shell.loop_turned = telemetry.loop_turned
+        stop = shell.run()
+        recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
+        telemetry.sync(config.limits.telemetry.exporter_timeout_s)
+        summary = telemetry.summary(clock.wall_ns())
+        _write_summary(config, directory, summary)
+        if config.linger and stop.exit_code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART):
+            telemetry.linger(config.limits.telemetry.metrics_linger_s)
+        return RunReport(
+            exit_code=stop.exit_code,
+            reason=stop.reason,
+            summary=summary,
+            directory=directory,
+            metrics_url=telemetry.metrics_url,
+        )
+    finally:
+        telemetry.close()
+
+
+def _announce(
+    config: RunConfig, directory: RunDirectory, epoch: Epoch, past: Past, recorder: Recorder, telemetry: Telemetry
+) -> None:
+    generation = past.last_generation
+    if past.repaired_bytes:
+        recorder.emit(JournalRepaired(dropped_bytes=past.repaired_bytes), generation)
+    lost = past.unfinished_epoch()
+    if lost is not None:
+        recorder.emit(LeaderLost(lost_epoch=lost[0], last_seen_ns=lost[1]), generation)
+    started = LauncherStarted(
+        node=epoch.node, pid=epoch.pid, start_ticks=epoch.start_ticks, metrics_port=telemetry.metrics_port
+    )
+    recorder.emit(started, generation)
+    recorder.emit(
+        RunStarted(
+            nproc=config.nproc,
+            min_world_size=config.min_world_size,
+            save_every_steps=config.save_every,
+            hot_every_steps=config.hot_every,
+            config_digest=config_digest(config.config_items),
+            versions=versions(),
+            limits=flat_limits(config.limits),
+            resumed=bool(past.records),
+            fresh=config.start_fresh,
+        ),
+        generation,
+    )
+    where = {"url": telemetry.metrics_url, "pid": epoch.pid, "run": config.run}
+    write_json_atomically(directory.metrics, where, durable=False)
+    if config.start_fresh:
+        discover.add_fence(directory.path, generation + 1, 0)
+        recorder.commits_ever = False
+        recorder.emit(RolledBack(step=0, high_water=0, source=RestoredFrom.FRESH), generation + 1)
+
+
+def _machine_config(config: RunConfig) -> MachineConfig:
+    return MachineConfig(
+        world_size=config.nproc,
+        min_world_size=config.min_world_size,
+        num_standbys=config.num_standbys,
+        limits=config.limits,
+        hot_every=config.hot_every,
+        save_every=config.save_every,
+        keep=config.keep,
+    )
+
+
+def _machine_start(
+    config: RunConfig, past: Past, history: History, clock: SystemClock, recorder: Recorder
+) -> MachineStart:
+    return MachineStart(
+        generation=past.last_generation + int(config.start_fresh),
+        high_water=history.high_water,
+        wall_offset_ns=clock.to_wall_ns(0),
+        commits_on_record=recorder.commits_ever,
+    )
+
+
+def _write_summary(config: RunConfig, directory: RunDirectory, summary: dict[str, Any]) -> None:
+    """Write summary.json, and a copy where `--summary` asks for it. The copy's failure changes no exit code."""
+    write_json_atomically(directory.summary, summary)
+    if config.summary is None:
+        return
+    try:
+        config.summary.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(directory.summary, config.summary)
+    except OSError as error:
+        raise StorageError(f"cannot write the summary to {config.summary}: {error.strerror}") from error
+
+
+def versions() -> dict[str, str]:
+    """Versions that a person comparing two runs asks for; torch is not imported for it."""
+    found = {"nvrx_sre": __version__, "python": platform.python_version()}
+    for name in ("torch", "numpy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def flat_limits(limits: Limits) -> dict[str, float]:
+    """Every scalar limit in force as `group.name`."""
+    flat: dict[str, float] = {}
+    for group, values in dataclasses.asdict(limits).items():
+        flat.update({f"{group}.{name}": float(v) for name, v in values.items() if isinstance(v, int | float)})
+    return flat
