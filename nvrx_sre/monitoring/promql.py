@@ -1,0 +1,108 @@
+"""PromQL from catalog objects: a query can name only what the catalog exports, and use it as its type allows.
+
+Model: `Query` binds the grouping labels and the matchers that select a run; its methods turn a `Metric` into
+text. A matcher on a label, or a label value, that the metric does not have, `rate` of a gauge and an instant
+read of a histogram are errors where the expression is built (failure case C72). Rates are taken before any
+aggregation (C70); pods are aggregated away with `max` first (C69).
+
+Thread safety: immutable. Must not: spell a metric name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nvrx_sre.core.errors import InternalError
+from nvrx_sre.telemetry.metric import RUN_LABEL, Metric, MetricType
+
+CUMULATIVE = (MetricType.COUNTER, MetricType.HISTOGRAM)
+_MS_PER_UNIT = (("w", 604_800_000), ("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000), ("ms", 1))
+
+
+def duration(duration_s: float) -> str:
+    """Seconds as the shortest Prometheus duration of one unit, e.g. 90 -> '90s', 604800 -> '1w'; at least 1 ms."""
+    total_ms = max(1, round(duration_s * 1_000))
+    return next(f"{total_ms // size}{unit}" for unit, size in _MS_PER_UNIT if total_ms % size == 0)
+
+
+def number(value: float) -> str:
+    """A number as PromQL writes it: integers without a fraction."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def one_of(values: Sequence[str]) -> str:
+    """Matcher text (with its operator) for any of `values`."""
+    return f'="{values[0]}"' if len(values) == 1 else f'=~"{"|".join(values)}"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """Builder for one audience: rules select every run, a dashboard the run of its variables."""
+
+    group_labels: tuple[str, ...]
+    """Aggregation key, `run` among them."""
+    selectors: tuple[str, ...] = ()
+    """Matchers put on every series, e.g. 'run=~"$run"'."""
+
+    def keys(self, *more: str) -> str:
+        """The key and `more` as a label list in parentheses."""
+        return f"({', '.join((*self.group_labels, *more))})"
+
+    def series(self, metric: Metric, suffix: str = "", **labels: str | Sequence[str]) -> str:
+        """Instant selector of `metric`; `labels` are closed label values, one or several.
+
+        `suffix` picks `bucket`, `sum` or `count` of a histogram, and is required for one.
+        """
+        name = f"{metric.name}_{suffix}" if suffix else metric.name
+        if name not in metric.sample_names:
+            raise InternalError(f"{name} is not a series of the {metric.type} {metric.name}")
+        matchers = [*_matchers(metric, labels), *self.selectors]
+        return f"{name}{{{','.join(matchers)}}}" if matchers else name
+
+    def latest(self, metric: Metric, *by: str, memory_s: float = 0.0, **labels: str | Sequence[str]) -> str:
+        """Newest value of a gauge or total, pods aggregated away; `memory_s` lets a sample outlive its target."""
+        selector = self.series(metric, "", **labels)
+        if memory_s:
+            selector = f"last_over_time({selector}[{duration(memory_s)}])"
+        return f"max by {self.keys(*_checked(metric, by))} ({selector})"
+
+    def rate(self, metric: Metric, *by: str, window: str, suffix: str = "", **labels: str | Sequence[str]) -> str:
+        """Per-second rate of a counter or of a histogram's parts."""
+        return self._over_window("rate", metric, by, window, self.series(metric, suffix, **labels))
+
+    def increase(self, metric: Metric, *by: str, window: str, suffix: str = "", **labels: str | Sequence[str]) -> str:
+        """Increase of a counter or of a histogram's parts over `window`; extrapolated, hence for pictures only."""
+        return self._over_window("increase", metric, by, window, self.series(metric, suffix, **labels))
+
+    def _over_window(self, function: str, metric: Metric, by: Sequence[str], window: str, selector: str) -> str:
+        if metric.type not in CUMULATIVE:
+            raise InternalError(f"{function} of {metric.name}, which is a {metric.type}")
+        return f"max by {self.keys(*_checked(metric, by))} ({function}({selector}[{window}]))"
+
+
+def recorded(metric: Metric, operation: str = "max") -> str:
+    """Name of the recording rule of `metric` for a run: `run:<metric>:<operation>`."""
+    return f"{RUN_LABEL}:{metric.name}:{operation}"
+
+
+def _matchers(metric: Metric, labels: Mapping[str, str | Sequence[str]]) -> list[str]:
+    closed = {label.name: label.values for label in metric.labels}
+    matchers = []
+    for name, wanted in labels.items():
+        values = [wanted] if isinstance(wanted, str) else list(wanted)
+        if name not in closed:
+            raise InternalError(f"{metric.name} has no label {name!r}")
+        unknown = [value for value in values if closed[name] and value not in closed[name]]
+        if unknown or not values:
+            raise InternalError(f"label {name!r} of {metric.name} never is {unknown or 'empty'}")
+        matchers.append(f"{name}{one_of([str(value) for value in values])}")
+    return matchers
+
+
+def _checked(metric: Metric, by: Sequence[str]) -> Sequence[str]:
+    allowed = {*metric.label_names, "le"} if metric.type is MetricType.HISTOGRAM else set(metric.label_names)
+    for name in by:
+        if name not in allowed:
+            raise InternalError(f"{metric.name} cannot be grouped by {name!r}")
+    return by

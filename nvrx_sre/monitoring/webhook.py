@@ -1,0 +1,137 @@
+"""A webhook receiver in this process: keeps what Alertmanager sends, and lets a caller wait for it.
+
+Model: one HTTP server thread on a free loopback port; each accepted POST becomes one `Notification`. A body
+that is not Alertmanager's webhook JSON is answered 400 and counted. Bounds: `BODY_BYTES_MAX` a request,
+`NOTIFICATIONS_MAX` kept (older ones drop out and are counted), `REQUEST_TIMEOUT_S` a request.
+
+Thread safety: all methods may be called from any thread. Must not: act on what it receives.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+BODY_BYTES_MAX = 1 << 20
+NOTIFICATIONS_MAX = 1_000
+REQUEST_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notification:
+    """One message of Alertmanager: a group of alerts for one receiver."""
+
+    receiver: str
+    status: str
+    """`firing` or `resolved`."""
+    alerts: tuple[dict[str, Any], ...]
+    """Alerts of the group as sent: status, labels, annotations, startsAt, endsAt."""
+
+    def names(self, status: str = "firing") -> list[str]:
+        """Names of the alerts with `status`, sorted."""
+        return sorted(item["labels"]["alertname"] for item in self.alerts if item["status"] == status)
+
+    def severities(self) -> set[str]:
+        """Severities of the alerts."""
+        return {item["labels"].get("severity", "") for item in self.alerts}
+
+
+def parse_notification(body: bytes) -> Notification:
+    """Alertmanager's webhook JSON as a `Notification`. Raises `ValueError` for anything else."""
+    value = json.loads(body)
+    try:
+        alerts = tuple(value["alerts"])
+        for item in alerts:
+            if not isinstance(item["labels"]["alertname"], str) or not isinstance(item["status"], str):
+                raise ValueError("an alert without name or status")
+        return Notification(receiver=str(value["receiver"]), status=str(value["status"]), alerts=alerts)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not an Alertmanager notification: {error}") from error
+
+
+class WebhookReceiver:
+    """Collects notifications on `url`. Start with `start`, end with `stop`; both block only briefly."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._notifications: deque[Notification] = deque(maxlen=NOTIFICATIONS_MAX)
+        self._num_received = 0
+        self._num_refused = 0
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_for(self))
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="webhook-receiver", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Address to give to Alertmanager."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}/"
+
+    @property
+    def num_refused(self) -> int:
+        """Requests that were not a notification."""
+        return self._num_refused
+
+    @property
+    def num_dropped(self) -> int:
+        """Notifications that fell out of the bounded store."""
+        with self._changed:
+            return self._num_received - len(self._notifications)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the port and end the thread."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def notifications(self) -> list[Notification]:
+        """What has arrived so far, oldest first."""
+        with self._changed:
+            return list(self._notifications)
+
+    def wait_for(self, predicate: Callable[[list[Notification]], bool], timeout_s: float) -> bool:
+        """Block until `predicate(notifications)` holds; False if it does not within `timeout_s` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: predicate(list(self._notifications)), timeout=timeout_s)
+
+    def accept(self, body: bytes) -> bool:
+        """Keep one request body; False if it is not a notification."""
+        try:
+            notification = parse_notification(body)
+        except ValueError:
+            with self._changed:
+                self._num_refused += 1
+            return False
+        with self._changed:
+            self._num_received += 1
+            self._notifications.append(notification)
+            self._changed.notify_all()
+        return True
+
+
+def _handler_for(receiver: WebhookReceiver) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_TIMEOUT_S
+
+        def do_POST(self) -> None:  # the name is http.server's
+            length = int(self.headers.get("Content-Length") or 0)
+            if not 0 < length <= BODY_BYTES_MAX:
+                self.send_error(413)
+                return
+            accepted = receiver.accept(self.rfile.read(length))
+            self.send_response(200 if accepted else 400)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Silent: the caller shows notifications, not requests."""
+
+    return Handler
