@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nvrx_sre.core.clock import Clock, seconds
+from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Event, FaultInjected, Record, Role, SaveCommitted
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
@@ -98,6 +99,7 @@ class Shell:
         self._oom = OomCounter()
         self._registered: set[int] = set()
         self._halt_told = False
+        self._injected_oom: set[int] = set()
         self.effects = Effects(config, directory, clock, epoch, recorder.emit, self._inputs.append)
         self.effects.passes = recorder.passes
         self._selector.register(self._signals, selectors.EVENT_READ, None)
@@ -198,7 +200,13 @@ class Shell:
                 if child.channel.fileno() in self._selector.get_map():
                     self._selector.unregister(child.channel)
                 return
+            self._note_injection(child, received[0])
             self._inputs.append(c.FromChild(child=child.number, message=received[0]))
+
+    def _note_injection(self, child: Child, message: wire.Message) -> None:
+        """A planned `oom_kill` cannot make the kernel strike: its announcement stands for the kernel's counter."""
+        if isinstance(message, wire.Injected) and message.spec.startswith("oom_kill@"):
+            self._injected_oom.add(child.number)
 
     def _handle_death(self, child: Child) -> None:
         self._registered.discard(child.number)
@@ -214,7 +222,7 @@ class Shell:
                 exit_code=code if code >= 0 else None,
                 signal=-code if code < 0 else None,
                 exited_ns=self._clock.monotonic_ns(),
-                oom=self._oom.rose(),
+                oom=self._oom.rose() or child.number in self._injected_oom,
                 last_line=last_line,
             )
         )

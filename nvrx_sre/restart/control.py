@@ -69,6 +69,8 @@ class RankControl:
         self._phase: tuple[str, int] = (Phase.INIT, clock.monotonic_ns())
         self._phase_told: str = ""
         self._generation = 0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._monitor, name="nvrx-monitor", daemon=True)
 
     # --- main thread --------------------------------------------------------------------------------------
 
@@ -76,7 +78,12 @@ class RankControl:
         """Install the handler and start the monitor. Main thread only."""
         signal.signal(self._signal, self._on_signal)
         signal.siginterrupt(self._signal, True)
-        threading.Thread(target=self._monitor, name="nvrx-monitor", daemon=True).start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the monitor; waits for its current turn. Only for a process that goes on without a launcher."""
+        self._stopped = True
+        self._thread.join()
 
     def handler_in_place(self) -> bool:
         """False if user code replaced the interrupt's signal handler."""
@@ -182,7 +189,7 @@ class RankControl:
         poller = select.poll()
         poller.register(self.channel.fileno(), select.POLLIN)
         next_alive_ns = 0
-        while True:
+        while not self._stopped:
             delivering = self._deliver()
             now_ns = self.clock.monotonic_ns()
             if now_ns >= next_alive_ns:

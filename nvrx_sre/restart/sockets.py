@@ -73,9 +73,10 @@ def _shut_down(descriptor: int) -> bool:
         return False
     with duplicate:
         is_tcp = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
-        if not is_tcp:
-            return False
         try:
+            # Gloo's listener aborts the process when its accept fails: only connections are cut.
+            if not is_tcp or duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return False
             duplicate.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False

@@ -59,7 +59,7 @@ class HotSaver:
         self._capturer.refresh()
         data_bytes, blob_bytes = self._capturer.required_bytes()
         slots = self._process.slots_for(self._generation, self._capturer.layout_hash, data_bytes, blob_bytes)
-        slot = slots.free_slot(generation=self._generation, restored_step=self._restored_step)
+        slot = slots.free_slot(step, generation=self._generation, restored_step=self._restored_step)
         if slot is None:
             return -1
         self._capturer.capture(

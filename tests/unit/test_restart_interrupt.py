@@ -1,0 +1,152 @@
+"""Delivery of the interrupt: repeated until it arrives, never into another generation, never inside `atomic`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from nvrx_sre.core.clock import SystemClock
+from nvrx_sre.core.errors import Interrupted, RestartAborted
+from nvrx_sre.events import channel as wire
+from nvrx_sre.restart.control import RankControl, stacks_text
+
+SIGNAL = signal.SIGRTMIN + 6
+
+
+class Aborts:
+    """Stands for process groups; counts aborts and remembers who called."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def abort(self) -> None:
+        self.threads.append(threading.current_thread().name)
+
+
+@pytest.fixture
+def rank() -> Iterator[tuple[RankControl, wire.Channel]]:
+    """A control with its monitor running, and the launcher's end of its channel."""
+    ours, theirs = wire.create_pair()
+    old = signal.getsignal(SIGNAL)
+    control = RankControl(theirs, SystemClock(), SIGNAL)
+    control.install()
+    yield control, ours
+    ours.send(wire.Leave())
+    with contextlib.suppress(RestartAborted):
+        control.wait_assigned()
+    control.stop()
+    signal.signal(SIGNAL, old)
+    ours.close()
+    theirs.close()
+
+
+def receive(channel: wire.Channel, kind: type[wire.Message]) -> wire.Message:
+    """Next message of a kind."""
+    while True:
+        received = channel.receive()
+        assert received is not None
+        if isinstance(received[0], kind):
+            return received[0]
+
+
+def test_interrupt_wakes_a_wait_in_the_main_thread(rank: tuple[RankControl, wire.Channel]) -> None:
+    """A wait without a timeout ends with `Interrupted` of the armed generation; groups are aborted by the monitor."""
+    control, launcher = rank
+    control.groups = aborts = Aborts()
+    launcher.send(wire.Interrupt(generation=3))
+    with pytest.raises(Interrupted) as caught:
+        control.arm(3)
+        threading.Event().wait()
+    control.armed = None
+    assert caught.value.generation == 3
+    assert set(aborts.threads) <= {"nvrx-monitor"}
+
+
+def test_interrupt_of_another_generation_is_not_delivered(rank: tuple[RankControl, wire.Channel]) -> None:
+    """An interrupt of generation 3 does not reach generation 4."""
+    control, launcher = rank
+    launcher.send(wire.Interrupt(generation=3))
+    control.wait_interrupted(3)
+    control.arm(4)
+    signal.pthread_kill(threading.get_ident(), SIGNAL)
+    control.armed = None
+    assert control.interrupted == 3
+
+
+def test_interrupt_waits_for_the_end_of_atomic(rank: tuple[RankControl, wire.Channel]) -> None:
+    """Inside `atomic` nothing is raised; the interrupt comes right after it."""
+    control, launcher = rank
+    done = []
+    with pytest.raises(Interrupted):
+        control.arm(5)
+        with control.atomic():
+            launcher.send(wire.Interrupt(generation=5))
+            control.wait_interrupted(5)
+            signal.pthread_kill(threading.get_ident(), SIGNAL)
+            done.append(True)
+        threading.Event().wait()
+    control.armed = None
+    assert done == [True]
+
+
+def test_a_swallowed_interrupt_comes_again(rank: tuple[RankControl, wire.Channel]) -> None:
+    """Code that catches everything once does not lose the interrupt."""
+    control, launcher = rank
+    swallowed = 0
+    launcher.send(wire.Interrupt(generation=1))
+    with pytest.raises(Interrupted):
+        try:
+            control.arm(1)
+            threading.Event().wait()
+        except BaseException:
+            swallowed += 1
+        threading.Event().wait()
+    control.armed = None
+    assert swallowed == 1
+
+
+def test_monitor_answers_liveness_and_stacks(rank: tuple[RankControl, wire.Channel]) -> None:
+    """The monitor reports progress while the main thread does nothing, and sends stacks on request."""
+    control, launcher = rank
+    control.progress = 41
+    launcher.send(wire.StacksWanted(generation=0))
+    stacks = receive(launcher, wire.Stacks)
+    alive = receive(launcher, wire.Alive)
+    assert isinstance(stacks, wire.Stacks) and "MainThread" in stacks.text
+    assert isinstance(alive, wire.Alive) and alive.progress == 41
+
+
+def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, wire.Channel]) -> None:
+    """A phase entered without telling is told when it lasts longer than a liveness period."""
+    from nvrx_sre.events.schema import Phase
+
+    control, launcher = rank
+    control.arm(1)
+    control.enter(Phase.DATA, tell=False)
+    entered = receive(launcher, wire.Entered)
+    control.armed = None
+    assert isinstance(entered, wire.Entered) and entered.phase == "data"
+
+
+def test_an_interrupt_while_waiting_for_go_moves_on(rank: tuple[RankControl, wire.Channel]) -> None:
+    """A second fault during recovery: the waiting rank reports ready for the generation after it."""
+    control, launcher = rank
+    launcher.send(wire.Interrupt(generation=7))
+    launcher.send(
+        wire.Go(
+            generation=8, world_size=1, store_host="", store_port=0, candidates=[], require_restore=False, passes={}
+        )
+    )
+    go = control.wait_go(7)
+    ready = receive(launcher, wire.Ready)
+    assert go.generation == 8
+    assert isinstance(ready, wire.Ready) and ready.generation == 8
+
+
+def test_stacks_are_bounded() -> None:
+    """Stacks fit a packet."""
+    assert 0 < len(stacks_text().encode()) < wire.MAX_PACKET_BYTES

@@ -1,0 +1,47 @@
+"""Only sockets of a group are cut: those that appeared inside a window, and no listener."""
+
+from __future__ import annotations
+
+import socket
+
+from nvrx_sre.restart.sockets import GroupSockets
+
+
+def connected() -> tuple[socket.socket, socket.socket, socket.socket]:
+    """(listener, client, server side) over loopback."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    return listener, client, server
+
+
+def test_only_connections_of_the_window_are_cut() -> None:
+    """A connection made before the window lives on, one made inside is shut down, its listener is not."""
+    own = connected()
+    groups = GroupSockets()
+    with groups.window():
+        inside = connected()
+    later = connected()
+    try:
+        assert groups.cut() == 2
+        assert inside[2].recv(1) == b""
+        own[1].sendall(b"x")
+        later[1].sendall(b"y")
+        assert (own[2].recv(1), later[2].recv(1)) == (b"x", b"y")
+        socket.create_connection(inside[0].getsockname()).close()
+    finally:
+        for triple in (own, inside, later):
+            for item in triple:
+                item.close()
+
+
+def test_an_open_window_is_cut_too() -> None:
+    """A rank blocked while its group is being formed is freed as well; after `clear` nothing is cut."""
+    groups = GroupSockets()
+    with groups.window():
+        inside = connected()
+        assert groups.cut() == 2
+    groups.clear()
+    assert groups.cut() == 0
+    for item in inside:
+        item.close()
