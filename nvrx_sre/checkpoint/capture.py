@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nvrx_sre.checkpoint import tracked as tracking
-from nvrx_sre.checkpoint.layout import ItemKind, Layout, LayoutItem, pack
+from nvrx_sre.checkpoint.layout import ItemKind, Layout, LayoutItem, from_json, pack
 from nvrx_sre.checkpoint.slots import NUM_SLOTS, SlotFile, SlotHeader
 from nvrx_sre.checkpoint.tracked import Source
 from nvrx_sre.core.errors import InternalError, UserError
@@ -125,11 +126,10 @@ class Capturer:
         slot_file.seal(slot_index, header)
 
     def _is_known(self, sources: list[Source]) -> bool:
-        """True if no tensor appeared, vanished or was replaced since the layout was made."""
+        """True if no tensor appeared, vanished or changed its shape since the layout was made."""
         if len(sources) != len(self._sources):
             return False
-        pairs = zip(sources, self._sources, strict=True)
-        return all(new is old or (new.tensor is old.tensor and new.fqn == old.fqn) for new, old in pairs)
+        return all(_same_item(new, old) for new, old in zip(sources, self._sources, strict=True))
 
     def _set_layout(self, sources: list[Source]) -> None:
         layout = pack([layout_item(source) for source in sources])
@@ -148,6 +148,16 @@ class Capturer:
             views = list(slot_views(slot_file, slot_index, self._layout).values())
             self._views[slot_index] = views
         return views
+
+
+def _same_item(new: Source, old: Source) -> bool:
+    """True if both give the same layout item: one tensor, or a plain one that took the other's place."""
+    if new is old or (new.tensor is old.tensor and new.fqn == old.fqn):
+        return True
+    if isinstance(new.tensor, DTensor) or isinstance(old.tensor, DTensor):
+        return False
+    same_form = new.tensor.shape == old.tensor.shape and new.tensor.dtype == old.tensor.dtype
+    return same_form and new.fqn == old.fqn and new.tensor.requires_grad == old.tensor.requires_grad
 
 
 def layout_item(source: Source) -> LayoutItem:
@@ -174,6 +184,17 @@ def layout_item(source: Source) -> LayoutItem:
         size_bytes=local.numel() * local.element_size(),
         requires_grad=tensor.requires_grad,
     )
+
+
+def parse_blob(slot_file: SlotFile, slot: int, header: SlotHeader) -> tuple[Layout, dict[str, Any]]:
+    """(layout, small state) of a sealed slot whose digest matches. Raises `ValueError` if it does not."""
+    if slot_file.digest(slot, header.data_bytes, header.blob_bytes) != header.digest:
+        raise ValueError("its bytes do not match their digest")
+    blob = json.loads(bytes(slot_file.blob(slot)[: header.blob_bytes]))
+    parsed = from_json(blob["layout"])
+    if parsed.hash != header.layout_hash or parsed.data_bytes > header.data_bytes:
+        raise ValueError("its layout is not the one it was sealed with")
+    return parsed, blob["state"]
 
 
 def slot_views(slot_file: SlotFile, slot_index: int, layout: Layout) -> dict[str, torch.Tensor]:

@@ -30,6 +30,7 @@ SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 DIRECTORY_NAME = re.compile(r"step-(\d{8,})-g(\d{5,})")
 _READ_BYTES = 4 << 20
+_OWN_KEY = re.compile(r"@rank-\d{5,}$")
 _FILE_NAME = re.compile(r"[A-Za-z0-9._@-]+")
 
 
@@ -76,6 +77,16 @@ def parse_directory_name(name: str) -> tuple[int, int] | None:
 def rank_file_name(rank: int) -> str:
     """Name of the file with a rank's layout and small state."""
     return f"rank-{rank:05d}.json"
+
+
+def own_key(key: str, rank: int) -> str:
+    """DCP key of `rank`'s own copy of a plain tensor whose value differs between ranks."""
+    return f"{key}@rank-{rank:05d}"
+
+
+def is_own_key(key: str) -> bool:
+    """True for a key that `own_key` made."""
+    return _OWN_KEY.search(key) is not None
 
 
 def write(directory: Path, manifest: Manifest) -> None:

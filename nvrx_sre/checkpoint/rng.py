@@ -32,7 +32,7 @@ def get_state() -> dict[str, Any]:
             "cached": float(cached).hex(),
         },
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has none
         state["cuda"] = _text(torch.cuda.get_rng_state().numpy().tobytes())
     return state
 

@@ -1,0 +1,94 @@
+"""DCP's metadata as JSON in the manifest, and a storage reader that takes it from there.
+
+    {"tensors": {key: {"dtype", "size", "chunks": [[offsets, sizes], ...]}},
+     "items": [[key, offset, file, position, length], ...], "paths": {key: [parts]}}
+
+`.metadata` is a pickle and is written only so that plain `torch.distributed.checkpoint.load` works; we never
+read it. Tensors inside the `.distcp` files are read with `weights_only=True` by DCP itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Dtype (torch's name) and global shape of a stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def to_json(metadata: Metadata, results: Iterable[WriteResult]) -> dict[str, Any]:
+    """JSON form of what `FileSystemWriter.finish` would pickle."""
+    tensors = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)  # the writer's plans hold tensors only
+        tensors[key] = {
+            "dtype": str(stored.properties.dtype).removeprefix("torch."),
+            "size": list(stored.size),
+            "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in stored.chunks],
+        }
+    items = []
+    for result in results:
+        place: _StorageInfo = result.storage_data
+        offset = None if result.index.offset is None else list(result.index.offset)
+        items.append([result.index.fqn, offset, place.relative_path, place.offset, place.length])
+    paths = {key: list(path) for key, path in (metadata.planner_data or {}).items()}
+    return {"tensors": tensors, "items": items, "paths": paths}
+
+
+def from_json(value: dict[str, Any]) -> Metadata:
+    """Inverse of `to_json`."""
+    tensors = {
+        key: TensorStorageMetadata(
+            properties=TensorProperties(dtype=getattr(torch, stored["dtype"])),
+            size=torch.Size(stored["size"]),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+                for offsets, sizes in stored["chunks"]
+            ],
+        )
+        for key, stored in value["tensors"].items()
+    }
+    places = {
+        MetadataIndex(key, offset): _StorageInfo(file, position, length)
+        for key, offset, file, position, length in value["items"]
+    }
+    paths = {key: tuple(path) for key, path in value["paths"].items()}
+    return Metadata(dict(tensors), planner_data=paths, storage_data=places, storage_meta=StorageMeta())
+
+
+def stored_tensors(value: dict[str, Any]) -> dict[str, StoredTensor]:
+    """What is stored under each key."""
+    return {key: StoredTensor(item["dtype"], tuple(item["size"])) for key, item in value["tensors"].items()}
+
+
+class ManifestReader(FileSystemReader):
+    """`dcp.load(state, storage_reader=ManifestReader(directory, manifest.dcp))` without touching `.metadata`."""
+
+    def __init__(self, directory: Path, dcp: dict[str, Any]) -> None:
+        super().__init__(directory)
+        self._dcp = dcp
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = from_json(self._dcp)
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

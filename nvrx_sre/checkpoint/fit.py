@@ -1,0 +1,71 @@
+"""Does a stored state fit the tracked objects? Asked before a load, answered without changing anything.
+
+Strict both ways: what the script tracks must be stored with the same name, shape and dtype, and what is stored
+must be tracked. A silent half-load is how runs go wrong without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nvrx_sre.checkpoint import encoding
+from nvrx_sre.checkpoint import tracked as tracking
+from nvrx_sre.checkpoint.dcp_metadata import StoredTensor
+
+
+class Mismatch(Exception):
+    """Stored and tracked state differ; the message names the first difference. Internal to this package."""
+
+
+def check_fit(tracked: Mapping[str, object], stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> None:
+    """Raise `Mismatch` unless a load of `stored` and `state` into `tracked` would be complete and exact."""
+    known = {source.fqn: source.tensor for source in tracking.fixed_sources(tracked)}
+    for key, tensor in known.items():
+        if key not in stored:
+            raise Mismatch(f"it holds no {key}")
+        form = StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if stored[key] != form:
+            raise Mismatch(f"{key} is {_describe(stored[key])} in it and {_describe(form)} here")
+    _check_names("optimizers", (name for name, _ in tracking.optimizers(tracked)), state)
+    _check_names("objects", (name for name, _ in tracking.objects(tracked)), state)
+    _check_names("values", (name for name, _ in tracking.values(tracked)), state)
+    accounted = set(known) | set(encoding.big_names(state["optimizers"]))
+    accounted |= set(encoding.big_names(state["objects"])) | set(encoding.big_names(state["values"]))
+    accounted |= _check_optimizers(tracked, stored, state["optimizers"])
+    for key in stored:
+        if key not in accounted:
+            raise Mismatch(f"it holds {key}, which is not tracked here")
+    for key in accounted:
+        if key not in stored:
+            raise Mismatch(f"it refers to {key} and does not hold it")
+
+
+def _check_names(kind: str, here: Iterable[str], state: Mapping[str, Any]) -> None:
+    names, saved = set(here), set(state[kind])
+    for name in sorted(names - saved):
+        raise Mismatch(f"{name!r} is tracked here and was not when it was saved")
+    for name in sorted(saved - names):
+        raise Mismatch(f"{name!r} was tracked when it was saved and is not here")
+
+
+def _check_optimizers(
+    tracked: Mapping[str, object], stored: Mapping[str, StoredTensor], state: Mapping[str, Any]
+) -> set[str]:
+    """Keys of optimizer state, after the groups were compared."""
+    names = tracking.parameter_names(tracked)
+    keys: set[str] = set()
+    for name, optimizer in tracking.optimizers(tracked):
+        groups = tracking.group_names(name, optimizer, names)
+        if groups != [group["names"] for group in state[name]["groups"]]:
+            raise Mismatch(f"optimizer {name!r} has other parameter groups")
+        parameters = {parameter for group in groups for parameter in group}
+        prefix = f"{name}.state."
+        for key in stored:
+            if key.startswith(prefix) and key.removeprefix(prefix).rpartition(".")[0] in parameters:
+                keys.add(key)
+    return keys
+
+
+def _describe(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"
