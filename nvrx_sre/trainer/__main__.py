@@ -1,7 +1,12 @@
-"""`python -m nvrx_sre.trainer ARGS`: what a launcher starts as a rank; alone it trains on one process."""
+"""`python -m nvrx_sre.trainer ARGS`: what a launcher starts as a rank.
+
+Without a launcher (plain Python, or torchrun) it trains all the same and each process prints its results as
+one line of JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 
@@ -15,10 +20,12 @@ def main(argv: Sequence[str]) -> int:
         config = TrainerConfig.from_argv(argv)
         from nvrx_sre.trainer.loop import run  # after the arguments are known to be good: this loads torch
 
-        run(config)
+        results = run(config)
     except NvrxError as error:
         sys.stderr.write(f"nvrx-sre: {error}\n")
         return int(error.exit_code)
+    if results is not None:
+        sys.stdout.write(json.dumps(results) + "\n")
     return 0
 
 

@@ -72,7 +72,7 @@ class DataOrder:
 
 
 def rank_slots(batch_size: int, rank: int, world_size: int) -> Indices:
-    """Slots `[b] int64` of a micro-batch that are `rank`'s: contiguous, disjoint, covering, sizes differ by 1 at most."""
+    """Slots `[b] int64` of a micro-batch that are `rank`'s: contiguous and disjoint; sizes differ by 1 at most."""
     return np.arange(batch_size * rank // world_size, batch_size * (rank + 1) // world_size, dtype=np.int64)
 
 

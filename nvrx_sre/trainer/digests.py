@@ -92,6 +92,6 @@ def _update(digest: xxhash.xxh3_128, name: str, tensor: Tensor) -> None:
 def _gather(own: bytes, device: torch.device) -> list[bytes]:
     """The same number of bytes from each rank, in rank order."""
     sent = torch.tensor(list(own), dtype=torch.uint8, device=device)
-    received = torch.empty(dist.get_world_size() * len(own), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(received, sent)
-    return [bytes(part.tolist()) for part in received.cpu().reshape(-1, len(own))]
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(received, sent)
+    return [bytes(part.tolist()) for part in received]

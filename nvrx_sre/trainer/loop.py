@@ -29,6 +29,8 @@ from nvrx_sre.trainer.data import Batch, DataOrder
 from nvrx_sre.trainer.digests import Progress, combined_samples_digest, state_digest
 from nvrx_sre.trainer.model import build_model, build_optimizer, initialize, num_parameters
 
+Results = dict[str, float | int | str | None]
+
 
 class Generation:
     """Model, optimizer, data and progress of one generation on one rank."""
@@ -95,18 +97,18 @@ class Generation:
             dist.all_reduce(loss)
             self.progress.evaluation_loss = float(loss.item())
 
-    def finish(self) -> None:
-        """Hand over the results. Collective."""
-        self.ctx.finish(
-            final_loss=self.progress.last_loss,
-            evaluation_loss=self.progress.evaluation_loss,
-            loss_digest=self.progress.loss_digest,
-            samples_digest=combined_samples_digest(self.progress, self.ctx.device),
-            state_digest=state_digest(self.model, self.optimizer, self.ctx.device),
-            unigram_entropy=self.corpus.unigram_entropy,
-            num_parameters=num_parameters(self.model),
-            corpus_bytes=int(self.corpus.data.size),
-        )
+    def results(self) -> Results:
+        """What came of it, JSON scalars. Collective."""
+        return {
+            "final_loss": self.progress.last_loss,
+            "evaluation_loss": self.progress.evaluation_loss,
+            "loss_digest": self.progress.loss_digest,
+            "samples_digest": combined_samples_digest(self.progress, self.ctx.device),
+            "state_digest": state_digest(self.model, self.optimizer, self.ctx.device),
+            "unigram_entropy": self.corpus.unigram_entropy,
+            "num_parameters": num_parameters(self.model),
+            "corpus_bytes": int(self.corpus.data.size),
+        }
 
     def _summed_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = self.model(inputs)
@@ -121,7 +123,7 @@ class Generation:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(ctx: Context, config: TrainerConfig, corpus: Corpus) -> None:
+def train(ctx: Context, config: TrainerConfig, corpus: Corpus) -> Results:
     """One generation of the run: from forming the group to the last step. Collective; blocks until the end."""
     make_deterministic(ctx.device)
     ctx.init_process_group()
@@ -129,7 +131,9 @@ def train(ctx: Context, config: TrainerConfig, corpus: Corpus) -> None:
     generation.restore()
     while ctx.step < config.steps:
         generation.run_step()
-    generation.finish()
+    results = generation.results()
+    ctx.finish(**results)
+    return results
 
 
 def make_deterministic(device: torch.device) -> None:
@@ -139,11 +143,14 @@ def make_deterministic(device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def run(config: TrainerConfig) -> None:
+def run(config: TrainerConfig) -> Results | None:
     """Train with the launcher around this process, or alone without one. Blocks until the run has ended.
 
-    Raises `UserError` if the data cannot be used.
+    The results where there is no launcher to tell them to. Raises `UserError` if the data cannot be used.
     """
     corpus = load_corpus(config.data)  # before the resilient call: a standby has it loaded when it is needed
     corpus.check_length(config.seq_len)
-    resilient(train)(config, corpus)
+    results = resilient(train)(config, corpus)
+    if results is not None:
+        dist.destroy_process_group()
+    return results
