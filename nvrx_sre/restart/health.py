@@ -10,7 +10,7 @@ import torch
 
 def process_fitness() -> str:
     """'' if the process can go on, else why not. Synchronises the device where CUDA is in use."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
         return ""
     try:
         torch.cuda.synchronize()

@@ -44,11 +44,13 @@ class RankProcess:
                 generation=generation, layout_hash=layout_hash, data_bytes=data_bytes, blob_bytes=blob_bytes
             )
         )
+        return self.map_slots(*self._wait_grant())
+
+    def _wait_grant(self) -> tuple[int, int, int]:
         with self._granted:
-            self._granted.wait_for(lambda: self._grant is not None)
-            granted = self._grant
-        assert granted is not None
-        return self.map_slots(*granted)
+            while self._grant is None:
+                self._granted.wait()
+            return self._grant
 
     def _on_slots(self, message: wire.SlotsGranted, descriptor: int) -> None:
         with self._granted:
