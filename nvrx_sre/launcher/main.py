@@ -122,7 +122,7 @@ def _run_epoch(
     config: RunConfig, directory: RunDirectory, epoch: Epoch, past: Past, sinks: Sequence[Sink]
 ) -> RunReport:
     clock = SystemClock()
-    history = History(config.limits.caps)
+    history = History()
     telemetry = Telemetry(
         run=config.run,
         run_dir=directory.path,
