@@ -14,6 +14,7 @@ Must not: change control flow when the disk is full, slow or gone.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -96,8 +97,9 @@ class JournalWriter:
             with self._changed:
                 self._changed.wait_for(self._has_work, RETRY_S if self._failed else None)
                 if self._closing and (self._failed or not self._queue):
+                    self.num_dropped += len(self._queue)
                     break
-                batch = [self._queue[index] for index in range(min(len(self._queue), MAX_BATCH_RECORDS))]
+                batch = list(itertools.islice(self._queue, MAX_BATCH_RECORDS))
                 sync_wanted = self._sync_wanted > self._num_synced
             self._turn(batch, sync_wanted)
         with contextlib.suppress(OSError):

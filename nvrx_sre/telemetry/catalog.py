@@ -9,6 +9,7 @@ first event of a kind is an increase (failure case C63) and the number of series
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -148,7 +149,9 @@ LAST_NEW_STEP = _gauge(
     "nvrx_last_new_step_timestamp_seconds", Unit.TIMESTAMP, "Commit of the newest new step; before it the run's start."
 )
 STEP_SECONDS = _gauge("nvrx_step_seconds", Unit.SECONDS, "Mean time of a new step in the newest aggregate.")
-LOSS = _gauge("nvrx_loss", Unit.NATS, "Loss of the newest committed step that reported one.")
+LOSS = _gauge(
+    "nvrx_loss", Unit.NATS, "Loss of the newest committed step that reported one; NaN before it.", initial=math.nan
+)
 REPLAY_DIVERGENCES = _counter(
     "nvrx_replay_divergences_total", Unit.COUNT, "Re-executed steps whose loss differs from the first execution."
 )

@@ -1,0 +1,143 @@
+"""The one place where a telemetry failure ends: counted, noted at most once a minute, never passed on.
+
+`Boundary.call` runs a part of telemetry and swallows whatever `Exception` it raises; `SinkThread` gives a
+sink a thread and a bounded queue, so that a slow terminal, disk or collector costs the launcher's loop one
+append. Thread safety: all methods from any thread. Must not: change control flow (failure case C52).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from nvrx_sre.core.clock import Clock, to_ns
+from nvrx_sre.telemetry.catalog import Component
+
+NOTE_INTERVAL_S = 60.0
+"""Failures of one component are noted at most this often (failure cases C52 and C62)."""
+QUEUE_ITEMS = 4096
+"""Items that may wait for a sink; beyond it they are dropped and counted."""
+
+_Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
+
+
+class Boundary:
+    """Counts what telemetry drops and what fails in it. `note` gets a line now and then; it may fail too."""
+
+    def __init__(self, clock: Clock, note: Callable[[str], None] | None = None) -> None:
+        self._clock = clock
+        self._note = note
+        self._lock = threading.Lock()
+        self._dropped = dict.fromkeys(Component, 0)
+        self._errors = dict.fromkeys(Component, 0)
+        self._noted_ns: dict[Component, int] = {}
+
+    def call(self, component: Component, function: Callable[..., _Result], *arguments: object) -> _Result | None:
+        """`function(*arguments)`, or None if it raised an `Exception` (counted for `component`)."""
+        try:
+            return function(*arguments)
+        except Exception as error:  # noqa: BLE001  # the boundary of telemetry: nothing passes it
+            self.failed(component, f"{type(error).__name__}: {error}")
+            return None
+
+    def failed(self, component: Component, message: str) -> None:
+        """Count one failure of `component`; note it unless that was done within the last minute."""
+        now_ns = self._clock.monotonic_ns()
+        with self._lock:
+            self._errors[component] += 1
+            last_ns = self._noted_ns.get(component)
+            if self._note is None or (last_ns is not None and now_ns - last_ns < to_ns(NOTE_INTERVAL_S)):
+                return
+            self._noted_ns[component] = now_ns
+            count = self._errors[component]
+        try:
+            self._note(f"telemetry: {component} failed ({count} so far), training goes on: {message}")
+        except Exception:  # noqa: BLE001  # a note about a failure must not become one
+            with self._lock:
+                self._errors[Component.LOG] += 1
+
+    def dropped(self, component: Component, count: int = 1) -> None:
+        """Count items of `component` that were dropped."""
+        with self._lock:
+            self._dropped[component] += count
+
+    def num_dropped(self) -> dict[Component, int]:
+        """Items dropped so far by component."""
+        with self._lock:
+            return dict(self._dropped)
+
+    def num_errors(self) -> dict[Component, int]:
+        """Failures swallowed so far by component."""
+        with self._lock:
+            return dict(self._errors)
+
+
+class SinkThread(Generic[_Item]):
+    """Hands items in order, in batches, to `handle` on a thread of its own (started at the first item)."""
+
+    def __init__(
+        self,
+        component: Component,
+        handle: Callable[[Sequence[_Item]], None],
+        boundary: Boundary,
+        *,
+        capacity: int = QUEUE_ITEMS,
+    ) -> None:
+        self._component = component
+        self._handle = handle
+        self._boundary = boundary
+        self._capacity = capacity
+        self._queue: deque[_Item] = deque()
+        self._changed = threading.Condition()
+        self._num_taken = 0
+        self._num_queued = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, item: _Item) -> None:
+        """Queue `item`; never blocks. Dropped and counted if the queue is full or closed."""
+        with self._changed:
+            if self._closing or len(self._queue) >= self._capacity:
+                self._boundary.dropped(self._component)
+                return
+            self._queue.append(item)
+            self._num_queued += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._main, name=f"nvrx-{self._component}", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything submitted so far was handled; False if that took longer than `timeout_s`."""
+        with self._changed:
+            wanted = self._num_queued
+            return self._changed.wait_for(lambda: self._num_taken >= wanted, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush and end the thread; what is left after `timeout_s` is dropped and counted."""
+        done = self.flush(timeout_s)
+        with self._changed:
+            self._closing = True
+            if self._queue:
+                self._boundary.dropped(self._component, len(self._queue))
+                self._queue.clear()
+            self._changed.notify_all()
+        if self._thread is not None and done:
+            self._thread.join(timeout_s)
+        return done
+
+    def _main(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+                if not self._queue:
+                    return
+                batch = list(self._queue)
+                self._queue.clear()
+            self._boundary.call(self._component, self._handle, batch)
+            with self._changed:
+                self._num_taken += len(batch)
+                self._changed.notify_all()

@@ -1,0 +1,167 @@
+"""The Prometheus view: a fold of records into series, rendered by a registry of its own.
+
+Values live in plain dictionaries with every closed label combination present from the start; a scrape
+copies them under the lock and builds families outside it. Wall time, open time, goodput and everything of
+the open incident are computed at scrape. Counters come from records alone, so replaying the journal
+continues them after a launcher's restart.
+
+A scrape exposes only what the journal has synced: the values are copied first, then `sync` is asked. If the
+disk does not answer in time, job-level counters and histograms stay at the last synced copy while gauges
+and telemetry's own error counters go on: an exposed counter never falls after a restart, and trouble with
+the disk does not blind the on-call.
+
+Thread safety: `apply` by one thread, `collect` by any; both under the lock that ledger and tracker are
+updated under. Must not: take a label value from outside a closed set.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+
+from nvrx_sre.core.clock import Clock, seconds
+from nvrx_sre.core.limits import Limits
+from nvrx_sre.events.schema import Record
+from nvrx_sre.goodput.incidents import IncidentTracker
+from nvrx_sre.goodput.ledger import Ledger
+from nvrx_sre.telemetry import catalog
+from nvrx_sre.telemetry.catalog import Component
+from nvrx_sre.telemetry.metric import RUN_LABEL, Metric, MetricType, Scope
+from nvrx_sre.telemetry.series import SeriesFold
+from nvrx_sre.telemetry.values import Histogram, Values
+
+_LIVE_COUNTERS = frozenset({catalog.WALL_SECONDS.name})
+"""Job counters that no record feeds."""
+
+
+def _no_counts() -> dict[Component, int]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSources:
+    """What a scrape reads beside the fold. All are called by the scraping thread and must not block long."""
+
+    sync: Callable[[], bool] = lambda: True
+    """Ask the journal to sync (bounded); False if it could not."""
+    dropped: Callable[[], Mapping[Component, int]] = _no_counts
+    """Items dropped by component."""
+    errors: Callable[[], Mapping[Component, int]] = _no_counts
+    """Errors swallowed by component."""
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held while ledger, tracker and this fold change."""
+
+
+class MetricsFold(Collector):
+    """Fold of records into the catalog's series. Ledger and tracker are applied by the caller, first."""
+
+    def __init__(
+        self,
+        run: str,
+        ledger: Ledger,
+        tracker: IncidentTracker,
+        clock: Clock,
+        limits: Limits | None = None,
+        sources: MetricSources | None = None,
+    ) -> None:
+        self._run = run
+        self._ledger = ledger
+        self._tracker = tracker
+        self._clock = clock
+        self._sources = sources or MetricSources()
+        self._fold = SeriesFold(ledger, tracker, limits or Limits())
+        self._synced = self._fold.values.copy()
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def apply(self, record: Record) -> None:
+        """Fold one record that ledger and tracker have seen."""
+        with self._sources.lock:
+            self._fold.apply(record)
+
+    def loop_turned(self, wall_ns: int) -> None:
+        """The launcher's main loop turned."""
+        self._fold.values.set(catalog.LAUNCHER_LOOP, seconds(wall_ns))
+
+    def spans_finished(self, count: int) -> None:
+        """`count` spans were finished by the span fold."""
+        with self._sources.lock:
+            self._fold.values.add(catalog.TELEMETRY_SPANS, count)
+
+    def mark_synced(self) -> None:
+        """Everything folded so far is known to be on disk (it was replayed from there)."""
+        self._synced = self._snapshot()
+
+    def value(self, metric: Metric, *labels: str) -> float:
+        """Current value of one series (a histogram's count). For tests and reports."""
+        return self._snapshot().get(metric, *labels)
+
+    def describe(self) -> list[Family]:
+        """Families without samples: registration must not render."""
+        return [_family(metric) for metric in catalog.CATALOG.values()]
+
+    def collect(self) -> Iterator[Family]:
+        """All families. Blocks for the bounded `sync` of the sources."""
+        now = self._snapshot()
+        if self._sources.sync():
+            self._synced = now
+        pinned = self._synced
+        for metric in catalog.CATALOG.values():
+            counts = metric.type in (MetricType.COUNTER, MetricType.HISTOGRAM)
+            live = metric.scope is Scope.NODE or metric.name in _LIVE_COUNTERS
+            yield self._render(metric, pinned if counts and not live else now)
+
+    def _snapshot(self) -> Values:
+        dropped, errors = self._sources.dropped(), self._sources.errors()
+        with self._sources.lock:
+            values = self._fold.values.copy()
+            self._fold.compute(values, self._clock.wall_ns())
+        for component in Component:
+            values.set(catalog.TELEMETRY_DROPPED, dropped.get(component, 0), component)
+            values.set(catalog.TELEMETRY_ERRORS, errors.get(component, 0), component)
+        return values
+
+    def _render(self, metric: Metric, values: Values) -> Family:
+        family = _family(metric)
+        if metric.type is MetricType.INFO:
+            family.add_sample(metric.name, {RUN_LABEL: self._run, **values.info[metric.name]}, 1.0)
+        elif metric.type is MetricType.HISTOGRAM:
+            for labels, histogram in values.histograms[metric.name].items():
+                _add_histogram(family, metric, self._labels(metric, labels), histogram)
+        else:
+            for labels, value in values.numbers[metric.name].items():
+                family.add_sample(metric.name, self._labels(metric, labels), value)
+        return family
+
+    def _labels(self, metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
+        return {RUN_LABEL: self._run, **dict(zip(metric.label_names, values, strict=True))}
+
+
+def _family(metric: Metric) -> Family:
+    name = metric.name.removesuffix("_total").removesuffix("_info")
+    if metric.type in (MetricType.GAUGE, MetricType.HISTOGRAM):
+        name = metric.name
+    return Family(name, metric.help, metric.type.value)
+
+
+def _add_histogram(family: Family, metric: Metric, labels: dict[str, str], histogram: Histogram) -> None:
+    total = 0
+    for bound, count, exemplar in zip(
+        (*metric.buckets, float("inf")), histogram.counts, histogram.exemplars, strict=True
+    ):
+        total += count
+        shown = None if exemplar is None else Exemplar({"trace_id": exemplar.trace_id}, exemplar.value, exemplar.time_s)
+        family.add_sample(f"{metric.name}_bucket", {**labels, "le": _bound(bound)}, float(total), exemplar=shown)
+    family.add_sample(f"{metric.name}_sum", labels, histogram.sum)
+    family.add_sample(f"{metric.name}_count", labels, float(total))
+
+
+def _bound(value: float) -> str:
+    return "+Inf" if math.isinf(value) else repr(float(value))

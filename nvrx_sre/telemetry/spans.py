@@ -1,0 +1,392 @@
+"""Spans: a fold of records into finished spans with explicit times and deterministic ids.
+
+    nvrx.run          trace of the run, from the first record to a terminal exit
+      nvrx.generation       one formation of the group; an error if a fault ended it
+      nvrx.save             one durable save: nvrx.seal, nvrx.write, nvrx.commit, nvrx.verify
+    nvrx.incident     a trace of its own, linked to the generation that failed
+      nvrx.detect, nvrx.teardown, nvrx.rendezvous, nvrx.restore, nvrx.first_step   once an attempt
+
+Ids are hashes of what a span stands for, so a replay gives the same ones and a span is written once. A
+recovered incident is no error, nor is the run that contains it. The spans that a killed launcher left open
+are closed when the records of the next epoch arrive, at the last moment that the old one recorded; an open
+incident goes on. Not thread-safe. Must not: read a clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.events import schema
+from nvrx_sre.events.schema import Record, Verdict
+from nvrx_sre.goodput.incidents import IncidentTracker
+from nvrx_sre.goodput.verdict import FINAL_STATES, run_state_after
+
+LAUNCHER_LOST = "launcher_lost"
+"""`error.type` of what a launcher's death cut short."""
+Attributes = dict[str, str | int | float | bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedSpan:
+    """A span that has ended. Times are wall ns; ids are lower-case hex (32 and 16 digits)."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_span_id: str | None
+    start_ns: int
+    end_ns: int
+    attributes: Attributes
+    error: bool = False
+    links: tuple[tuple[str, str], ...] = ()
+    """(trace id, span id) of related spans in other traces."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, one line of spans.jsonl."""
+        return {
+            "name": self.name,
+            "trace_id": self.trace_id,
+            "span_id": self.span_id,
+            "parent_span_id": self.parent_span_id,
+            "start_ns": self.start_ns,
+            "end_ns": self.end_ns,
+            "status": "error" if self.error else "unset",
+            "attributes": self.attributes,
+            "links": [{"trace_id": trace_id, "span_id": span_id} for trace_id, span_id in self.links],
+        }
+
+
+@dataclass(kw_only=True)
+class _Open:
+    """A span that has not ended."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_span_id: str | None
+    start_ns: int
+    attributes: Attributes = field(default_factory=dict)
+    links: tuple[tuple[str, str], ...] = ()
+
+    def finish(self, end_ns: int, error_type: str | None = None) -> FinishedSpan:
+        attributes = dict(self.attributes)
+        if error_type is not None:
+            attributes["error.type"] = error_type
+        return FinishedSpan(
+            name=self.name,
+            trace_id=self.trace_id,
+            span_id=self.span_id,
+            parent_span_id=self.parent_span_id,
+            start_ns=self.start_ns,
+            end_ns=max(end_ns, self.start_ns),
+            attributes=attributes,
+            error=error_type is not None,
+            links=self.links,
+        )
+
+
+def hash_id(num_digits: int, *parts: object) -> str:
+    """Deterministic id of `num_digits` hex digits (16 span, 32 trace), never all zeros."""
+    return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:num_digits]
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; the number itself for a real-time signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class SpanFold:
+    """Fold of records into spans. The tracker has seen a record before `apply` does."""
+
+    def __init__(self, run: str, tracker: IncidentTracker) -> None:
+        self._name = run
+        self._tracker = tracker
+        self._trace_id = hash_id(32, run, "run")
+        self._run: _Open | None = None
+        self._generation: _Open | None = None
+        self._incident: _Open | None = None
+        self._stage: _Open | None = None
+        self._attempt = 0
+        self._saves: dict[int, tuple[_Open, _Open]] = {}
+        self._sealed_ns: dict[int, int] = {}
+        self._epoch = 0
+        self._last_ns = 0
+        self.num_finished = 0
+        self._handlers: dict[type[schema.Event], Callable[[Record, Any], list[FinishedSpan]]] = {
+            schema.GenerationFormed: self._on_generation_formed,
+            schema.FaultDetected: self._on_fault_detected,
+            schema.TeardownFinished: self._on_teardown_finished,
+            schema.StateRestored: self._on_state_restored,
+            schema.StepsCommitted: self._on_steps_committed,
+            schema.IncidentClosed: self._on_incident_closed,
+            schema.SaveSealed: self._on_save_sealed,
+            schema.SaveStarted: self._on_save_started,
+            schema.SaveWritten: self._on_save_written,
+            schema.SaveCommitted: self._on_save_committed,
+            schema.SaveVerified: self._on_save_verified,
+            schema.SaveFailed: self._on_save_failed,
+            schema.RunFinished: self._on_run_finished,
+            schema.LauncherStopped: self._on_launcher_stopped,
+        }
+
+    @property
+    def current_trace(self) -> tuple[str, str] | None:
+        """(trace id, span id) that a log line of now belongs to: the open incident, else the run."""
+        span = self._incident or self._generation or self._run
+        return None if span is None else (span.trace_id, span.span_id)
+
+    def apply(self, record: Record) -> list[FinishedSpan]:
+        """Fold one record; returns the spans that it finished, inner before outer."""
+        finished: list[FinishedSpan] = []
+        if record.epoch > self._epoch:
+            if self._epoch:
+                finished += self._close_working(self._last_ns, LAUNCHER_LOST)
+            self._epoch = record.epoch
+        if self._run is None and not isinstance(record.event, (schema.LauncherStopped, schema.IncidentClosed)):
+            self._run = self._open("nvrx.run", None, record.time_ns, ("run", record.epoch if self._last_ns else 0))
+        self._last_ns = max(self._last_ns, record.time_ns)
+        handler = self._handlers.get(type(record.event))
+        if handler is not None:
+            finished += handler(record, record.event)
+        self.num_finished += len(finished)
+        return finished
+
+    def _open(
+        self, name: str, parent: _Open | None, start_ns: int, key: tuple[object, ...], **attributes: Any
+    ) -> _Open:
+        trace_id = self._trace_id if parent is None else parent.trace_id
+        return _Open(
+            name=name,
+            trace_id=trace_id,
+            span_id=hash_id(16, self._name, *key),
+            parent_span_id=None if parent is None else parent.span_id,
+            start_ns=start_ns,
+            attributes={"nvrx.run": self._name, **{f"nvrx.{key}": item for key, item in attributes.items()}},
+        )
+
+    # --- generations and incidents ------------------------------------------------------------------------
+
+    def _on_generation_formed(self, record: Record, event: schema.GenerationFormed) -> list[FinishedSpan]:
+        finished = self._end_stage(record.time_ns)
+        finished += self._end_generation(record.time_ns, None)
+        self._generation = self._open(
+            "nvrx.generation",
+            self._run,
+            event.go_ns,
+            ("generation", record.generation),
+            generation=record.generation,
+            world_size=event.world_size,
+            epoch=record.epoch,
+        )
+        self._begin_stage("nvrx.restore", record.time_ns)
+        return finished
+
+    def _on_fault_detected(self, record: Record, event: schema.FaultDetected) -> list[FinishedSpan]:
+        evidence_ns = min(event.evidence_ns, record.time_ns)
+        failed = self._generation
+        finished = self._end_stage(evidence_ns, event.fault)
+        finished += self._end_generation(evidence_ns, event.fault)
+        incident = self._tracker.open
+        if incident is None:
+            return finished
+        self._attempt = incident.attempts
+        if self._incident is None:
+            self._incident = _Open(
+                name="nvrx.incident",
+                trace_id=incident.trace_id,
+                span_id=hash_id(16, self._name, "incident", incident.number),
+                parent_span_id=None,
+                start_ns=incident.opened_ns,
+                attributes={**_fault_attributes(record, event), "nvrx.incident": incident.number},
+                links=() if failed is None else ((failed.trace_id, failed.span_id),),
+            )
+        self._begin_stage("nvrx.detect", evidence_ns, **_fault_attributes(record, event))
+        finished += self._end_stage(record.time_ns)
+        self._begin_stage("nvrx.teardown", record.time_ns)
+        return finished
+
+    def _on_teardown_finished(self, record: Record, event: schema.TeardownFinished) -> list[FinishedSpan]:
+        if self._stage is not None:
+            self._stage.attributes.update({"nvrx.num_kept": len(event.kept), "nvrx.num_killed": len(event.killed)})
+        finished = self._end_stage(record.time_ns)
+        self._begin_stage("nvrx.rendezvous", record.time_ns)
+        return finished
+
+    def _on_state_restored(self, _: Record, event: schema.StateRestored) -> list[FinishedSpan]:
+        if self._stage is not None:
+            self._stage.attributes.update(
+                {"nvrx.step": event.step, "nvrx.source": str(event.source), "nvrx.load_s": event.seconds}
+            )
+        finished = self._end_stage(event.restored_ns)
+        self._begin_stage("nvrx.first_step", event.restored_ns)
+        return finished
+
+    def _on_steps_committed(self, _: Record, event: schema.StepsCommitted) -> list[FinishedSpan]:
+        if self._stage is None or self._stage.name != "nvrx.first_step":
+            return []
+        num_steps = event.last_step - event.first_step + 1
+        first_ns = event.started_ns + (event.committed_ns - event.started_ns) // num_steps
+        self._stage.attributes["nvrx.step"] = event.first_step
+        return self._end_stage(first_ns)
+
+    def _on_incident_closed(self, record: Record, event: schema.IncidentClosed) -> list[FinishedSpan]:
+        finished = self._end_stage(record.time_ns)
+        incident, self._incident = self._incident, None
+        if incident is None:
+            return finished
+        incident.attributes.update(
+            {
+                "nvrx.verdict": str(event.verdict),
+                "nvrx.degraded": event.degraded,
+                "nvrx.layer": str(event.layer),
+                "nvrx.attempts": event.attempts,
+                "nvrx.rollback_steps": event.rollback_steps,
+                "nvrx.detection_s": event.detection_s,
+            }
+        )
+        if event.outage_s is not None:
+            incident.attributes["nvrx.outage_s"] = event.outage_s
+        recovered = event.verdict in (Verdict.RECOVERED, Verdict.FLAPPING)
+        return [*finished, incident.finish(record.time_ns, None if recovered else str(event.fault))]
+
+    def _begin_stage(self, name: str, start_ns: int, **attributes: str | int | float | bool) -> None:
+        """A step of the recovery, if an incident is open."""
+        incident = self._incident
+        if incident is None:
+            return
+        self._stage = self._open(
+            name, incident, start_ns, (incident.span_id, self._attempt, name), attempt=self._attempt
+        )
+        self._stage.attributes.update(attributes)
+
+    def _end_stage(self, end_ns: int, error_type: str | None = None) -> list[FinishedSpan]:
+        stage, self._stage = self._stage, None
+        return [] if stage is None else [stage.finish(end_ns, error_type)]
+
+    def _end_generation(self, end_ns: int, error_type: str | None) -> list[FinishedSpan]:
+        generation, self._generation = self._generation, None
+        return [] if generation is None else [generation.finish(end_ns, error_type)]
+
+    # --- saves --------------------------------------------------------------------------------------------
+
+    def _on_save_sealed(self, _: Record, event: schema.SaveSealed) -> list[FinishedSpan]:
+        self._sealed_ns = {event.step: event.sealed_ns}
+        return []
+
+    def _on_save_started(self, record: Record, event: schema.SaveStarted) -> list[FinishedSpan]:
+        finished = self._end_save(event.step, record.time_ns, "superseded")
+        sealed_ns = self._sealed_ns.pop(event.step, event.captured_ns)
+        key = ("save", record.epoch, record.generation, event.step)
+        save = self._open("nvrx.save", self._run, sealed_ns, key, step=event.step, generation=record.generation)
+        seal = self._open("nvrx.seal", save, sealed_ns, (*key, "seal"))
+        self._saves[event.step] = (save, self._open("nvrx.write", save, record.time_ns, (*key, "write")))
+        return [*finished, seal.finish(record.time_ns)]
+
+    def _on_save_written(self, record: Record, event: schema.SaveWritten) -> list[FinishedSpan]:
+        return self._next_save_stage(record, event.step, "nvrx.commit", size_bytes=event.size_bytes)
+
+    def _on_save_committed(self, record: Record, event: schema.SaveCommitted) -> list[FinishedSpan]:
+        return self._next_save_stage(record, event.step, "nvrx.verify", directory=event.directory)
+
+    def _next_save_stage(self, record: Record, step: int, name: str, **attributes: str | int) -> list[FinishedSpan]:
+        if step not in self._saves:
+            return []
+        save, stage = self._saves[step]
+        save.attributes.update({f"nvrx.{key}": value for key, value in attributes.items()})
+        self._saves[step] = (save, self._open(name, save, record.time_ns, (save.span_id, name)))
+        return [stage.finish(record.time_ns)]
+
+    def _on_save_verified(self, record: Record, event: schema.SaveVerified) -> list[FinishedSpan]:
+        return self._end_save(event.step, record.time_ns, None)
+
+    def _on_save_failed(self, record: Record, event: schema.SaveFailed) -> list[FinishedSpan]:
+        return self._end_save(event.step, record.time_ns, str(event.reason))
+
+    def _end_save(self, step: int, end_ns: int, error_type: str | None) -> list[FinishedSpan]:
+        if step not in self._saves:
+            return []
+        save, stage = self._saves.pop(step)
+        return [stage.finish(end_ns, error_type), save.finish(end_ns, error_type)]
+
+    # --- ends ---------------------------------------------------------------------------------------------
+
+    def _close_working(self, end_ns: int, error_type: str | None) -> list[FinishedSpan]:
+        """What cannot outlive a launcher: saves, the stage of a recovery, the generation."""
+        finished = [span for step in list(self._saves) for span in self._end_save(step, end_ns, error_type)]
+        finished += self._end_stage(end_ns, error_type)
+        return finished + self._end_generation(end_ns, error_type)
+
+    def _on_run_finished(self, record: Record, event: schema.RunFinished) -> list[FinishedSpan]:
+        return self._end_run(record, event.exit_code)
+
+    def _on_launcher_stopped(self, record: Record, event: schema.LauncherStopped) -> list[FinishedSpan]:
+        return self._end_run(record, event.exit_code)
+
+    def _end_run(self, record: Record, exit_code: int) -> list[FinishedSpan]:
+        error_type = None if exit_code == ExitCode.FINISHED else f"exit_{exit_code}"
+        finished = self._close_working(record.time_ns, error_type)
+        if self._run is not None and run_state_after(exit_code) in FINAL_STATES:
+            self._run.attributes["nvrx.exit_code"] = exit_code
+            finished.append(self._run.finish(record.time_ns, error_type))
+            self._run = None
+        return finished
+
+
+def _fault_attributes(record: Record, event: schema.FaultDetected) -> Attributes:
+    attributes: Attributes = {
+        "nvrx.fault": str(event.fault),
+        "nvrx.detector": str(event.detector),
+        "nvrx.phase": str(event.phase),
+        "nvrx.step": event.step,
+        "nvrx.generation": record.generation,
+    }
+    if record.rank is not None:
+        attributes["nvrx.root_rank"] = record.rank
+    if event.signal is not None:
+        attributes["nvrx.signal"] = signal_name(event.signal)
+    if event.exception_type:
+        attributes["exception.type"] = event.exception_type
+    return attributes
+
+
+class SpanFile:
+    """spans.jsonl: finished spans, one JSON object a line, each span once.
+
+    Opening cuts a torn last line and learns the ids that are there. Raises `OSError` when the disk refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: set[str] | None = None
+
+    def write(self, spans: Sequence[FinishedSpan]) -> None:
+        """Append the spans that the file does not hold yet. Blocks for the write, not for the disk."""
+        if self._written is None:
+            self._written = self._read_ids()
+        new = [span for span in spans if span.span_id not in self._written]
+        if not new:
+            return
+        content = "".join(json.dumps(span.to_dict()) + "\n" for span in new)
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(content)
+        self._written.update(span.span_id for span in new)
+
+    def _read_ids(self) -> set[str]:
+        if not self._path.exists():
+            return set()
+        content = self._path.read_bytes()
+        keep = content.rfind(b"\n") + 1
+        if keep < len(content):
+            with open(self._path, "r+b") as file:
+                file.truncate(keep)
+        return {json.loads(line)["span_id"] for line in content[:keep].splitlines()}
