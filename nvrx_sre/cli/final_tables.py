@@ -1,12 +1,11 @@
 """The end of a run on a terminal: tables of incidents, time and saves, and where everything lies.
 
-Reads the run's summary (`summary.json`); a key that is missing shows as `-`, so that a run that ended early still
+Shows the run's summary (`summary.json`); a key that is missing shows as `-`, so that a run that ended early still
 gets its tables. Must not: compute a number of its own.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,14 @@ from nvrx_sre.cli.narrate import duration_text
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.monitoring import assets
 
-_LEDGER_ORDER_HINT = 0.0005
+_SHOWN_SHARE = 0.0005
 """Ledger states below this share of wall time are left out of the table."""
 
 
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """`summary.json` of a run; empty if the run ended before it could be written."""
-    try:
-        value = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def print_summary(summary: Mapping[str, Any], run_dir: Path, *, console: Console | None = None) -> None:
-    """Print the final tables and places of a run."""
+def print_summary(
+    summary: Mapping[str, Any], run_dir: Path, *, metrics_url: str = "", console: Console | None = None
+) -> None:
+    """Print the final tables and places of a run. An empty `summary`: the run was refused, places only."""
     console = console or make_console()
     if summary:
         console.print()
@@ -42,7 +34,7 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, *, console: Console
         _print_ledger(console, summary.get("ledger") or {})
         _print_saves(console, summary.get("saves") or {})
         _print_result(console, summary)
-    _print_places(console, run_dir)
+    _print_places(console, run_dir, metrics_url)
 
 
 def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
@@ -81,7 +73,7 @@ def _print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
     table = _table("Where the time went", [("state", "left"), ("seconds", "right"), ("share", "right")])
     states = {name: value for name, value in ledger.items() if name != "wall_s" and isinstance(value, (int, float))}
     for name, value in sorted(states.items(), key=lambda item: -item[1]):
-        if value / wall_s >= _LEDGER_ORDER_HINT:
+        if value / wall_s >= _SHOWN_SHARE:
             table.add_row(name, f"{value:.2f}", f"{value / wall_s:.1%}")
     table.add_row("wall", f"{wall_s:.2f}", "")
     console.print(table)
@@ -119,7 +111,7 @@ def _print_result(console: Console, summary: Mapping[str, Any]) -> None:
     )
 
 
-def _print_places(console: Console, run_dir: Path) -> None:
+def _print_places(console: Console, run_dir: Path, metrics_url: str) -> None:
     """Where to look next; what does not exist is left out."""
     places = [
         ("run directory", run_dir),
@@ -130,19 +122,9 @@ def _print_places(console: Console, run_dir: Path) -> None:
     for name, path in places:
         if path.exists():
             console.print(f"{name + ':':15}{path}")
-    url = metrics_url(run_dir)
-    if url:
-        console.print(f"{'metrics:':15}{url} (while the run is up)")
+    if metrics_url:
+        console.print(f"{'metrics:':15}{metrics_url} (while the run is up)")
     console.print(f"{'dashboards:':15}{assets.assets_root() / 'dashboards'}")
-
-
-def metrics_url(run_dir: Path) -> str:
-    """The run's metrics URL as it was last published; '' if it never was."""
-    try:
-        value = json.loads((run_dir / "metrics.json").read_text(encoding="utf-8"))
-        return str(value["url"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def _number(value: Any) -> str:

@@ -25,6 +25,8 @@ COMMANDS: dict[str, str] = {
     "launch": "nvrx_sre.cli.launch:command",
     "demo": "nvrx_sre.cli.demo:command",
     "generate": "nvrx_sre.cli.generate:command",
+    "halt": "nvrx_sre.cli.halt:halt",
+    "resume": "nvrx_sre.cli.halt:resume",
     "checkpoint": "nvrx_sre.cli.checkpoint:command",
     "doctor": "nvrx_sre.cli.doctor:command",
     "bench": "nvrx_sre.cli.bench:command",

@@ -17,9 +17,9 @@ from typing import Any
 import click
 
 from nvrx_sre.cli import config_file
-from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.ids import check_run_name, run_name_from
 from nvrx_sre.core.limits import Limits
+from nvrx_sre.faults.plan import load_plan
 from nvrx_sre.launcher.config import RunConfig
 
 LIMITS_KEY = "nvrx_sre.limits"
@@ -121,7 +121,7 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         "--fault", multiple=True, metavar="SPEC", help="Inject KIND@RANK:STEP[=PARAMETER][/PHASE][xN|x*]; repeatable."
     ),
     click.option(
-        "--fault-plan", type=click.Path(path_type=Path), metavar="FILE", help="File of fault specs, a line each."
+        "--fault-plan", type=click.Path(path_type=Path), metavar="FILE", help="YAML or JSON list of fault specs, or one a line."
     ),
     click.option(
         "--metrics-port", type=click.IntRange(1, 65_535), metavar="P", help="Port of /metrics.  [default: a free one]"
@@ -217,15 +217,8 @@ def _place(name: str | None, run_dir: Path | None) -> tuple[str, Path]:
 
 
 def _fault_specs(given: tuple[str, ...], plan: Path | None) -> tuple[str, ...]:
-    """Specs of `--fault`, then those of the plan: one a line, `#` starts a comment."""
-    if plan is None:
-        return given
-    try:
-        lines = plan.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read fault plan {plan}: {error}") from error
-    specs = [line.split("#", 1)[0].strip() for line in lines]
-    return (*given, *(spec for spec in specs if spec))
+    """Specs of `--fault`, then those of the plan's file."""
+    return (*given, *map(str, load_plan(plan))) if plan is not None else given
 
 
 def build_run_config(

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nvrx_sre.cli.final_tables import print_summary, read_summary
+import click
+
+from nvrx_sre.cli.final_tables import print_summary
 from nvrx_sre.cli.report import TerminalReporter, make_console
+from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import Record
 from nvrx_sre.faults.plan import FaultPlan
 from nvrx_sre.launcher.config import RunConfig
@@ -16,9 +19,9 @@ from nvrx_sre.launcher.config import RunConfig
 Sink = Callable[[Record], None]
 
 
-def check_fault_specs(specs: Sequence[str], world_size: int) -> None:
+def check_fault_specs(specs: Sequence[str], world_size: int, num_steps: int | None = None) -> None:
     """Raise `UserError` for a fault that cannot be parsed or can never fire."""
-    FaultPlan.parse(specs).check(world_size)
+    FaultPlan.parse(specs).check(world_size, num_steps)
 
 
 def run_and_report(
@@ -35,8 +38,10 @@ def run_and_report(
     for notice in notices:
         console.print(notice)
     with TerminalReporter(num_steps, console) as reporter:
-        exit_code = launcher.run(config, [reporter, *sinks])
+        ended = launcher.run(config, [reporter, *sinks])
     if reporter.num_dropped:
         console.print(f"{reporter.num_dropped} records were not shown here; the journal has them")
-    print_summary(read_summary(config.run_dir), config.run_dir, console=console)
-    return exit_code
+    print_summary(ended.summary, config.run_dir, metrics_url=ended.metrics_url, console=console)
+    if ended.exit_code != ExitCode.FINISHED:
+        click.echo(f"nvrx-sre: exit {ended.exit_code}: {ended.reason}", err=True)
+    return ended.exit_code

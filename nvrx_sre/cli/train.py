@@ -108,7 +108,7 @@ def command(options: RunOptions, nproc: int, **values: Any) -> int:
 def training_run(options: RunOptions, trainer: TrainerConfig, nproc: int) -> RunConfig:
     """The launcher's configuration of a training run. Reads the data; raises `UserError` before anything starts."""
     trainer.check_world(nproc)
-    check_fault_specs(options.fault_specs, nproc)
+    check_fault_specs(options.fault_specs, nproc, trainer.steps)
     return build_run_config(
         options,
         command=("-m", "nvrx_sre.trainer", *trainer.to_argv()),
