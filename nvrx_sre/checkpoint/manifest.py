@@ -28,6 +28,8 @@ from nvrx_sre.events.schema import RejectReason
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+DCP_MARKER_NAME = ".metadata"
+"""DCP writes it last and refuses a directory without it: as good as not committed for every plain reader."""
 DIRECTORY_NAME = re.compile(r"step-(\d{8,})-g(\d{5,})")
 _READ_BYTES = 4 << 20
 _OWN_KEY = re.compile(r"@rank-\d{5,}$")
@@ -138,6 +140,9 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
         found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(directory)}
     except OSError as error:
         raise _corrupt(directory, RejectReason.UNREADABLE, str(error.strerror)) from error
+    dcp_marker = found.get(DCP_MARKER_NAME)
+    if DCP_MARKER_NAME in manifest.files and (dcp_marker is None or dcp_marker.st_size == 0):
+        raise _corrupt(directory, RejectReason.NO_COMMIT_MARKER, f"its {DCP_MARKER_NAME} is missing or empty")
     for name, listed in manifest.files.items():
         status = found.get(name)
         if status is None or not stat.S_ISREG(status.st_mode):

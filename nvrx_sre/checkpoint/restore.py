@@ -29,6 +29,7 @@ from nvrx_sre.checkpoint import tracked as tracking
 from nvrx_sre.checkpoint.capture import layout_item, parse_blob, slot_views
 from nvrx_sre.checkpoint.dcp_metadata import ManifestReader, StoredTensor, from_json, stored_tensors
 from nvrx_sre.checkpoint.fit import Mismatch, check_fit
+from nvrx_sre.checkpoint.layout import Layout
 from nvrx_sre.checkpoint.manifest import Manifest
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import CheckpointCorrupt, UserError
@@ -60,13 +61,8 @@ def check_hot(
     except ValueError as error:
         raise _hot_corrupt(step, RejectReason.DIGEST, f"slot {slot}: {error}") from error
     if tracked is not None:
-        stored = {item.fqn: StoredTensor(item.dtype, item.global_shape) for item in layout.items}
         try:
-            check_fit(tracked, stored, state)
-            for source in tracking.fixed_sources(tracked):
-                mine, saved = layout_item(source), layout.by_fqn[source.fqn]
-                if (mine.local_shape, mine.global_offset) != (saved.local_shape, saved.global_offset):
-                    raise Mismatch(f"{source.fqn} is sharded differently")
+            _check_hot_fit(tracked, layout, state)
         except Mismatch as error:
             raise _hot_corrupt(step, RejectReason.LAYOUT, str(error)) from error
     return header
@@ -183,6 +179,19 @@ class DurableCandidate:
         self.values = restore_durable(self._tracked, self._directory, self._rank, self._world_size, self._described)
 
 
+def _check_hot_fit(tracked: Mapping[str, object], layout: Layout, state: dict[str, Any]) -> None:
+    """Raise `Mismatch` unless the slot's layout is that of `tracked`, the sharding included."""
+    check_fit(tracked, _stored_of(layout), state)
+    for source in tracking.fixed_sources(tracked):
+        mine, saved = layout_item(source), layout.by_fqn[source.fqn]
+        if (mine.local_shape, mine.global_offset) != (saved.local_shape, saved.global_offset):
+            raise Mismatch(f"{source.fqn} is sharded differently")
+
+
+def _stored_of(layout: Layout) -> dict[str, StoredTensor]:
+    return {item.fqn: StoredTensor(item.dtype, item.global_shape) for item in layout.items}
+
+
 def _load_hot(tracked: Mapping[str, object], slot_file: SlotFile, slot: int, header: SlotHeader) -> dict[str, Any]:
     layout, state = parse_blob(slot_file, slot, header)
     views = slot_views(slot_file, slot, layout)
@@ -192,8 +201,7 @@ def _load_hot(tracked: Mapping[str, object], slot_file: SlotFile, slot: int, hea
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             local.copy_(views[key])
 
-    stored = {item.fqn: StoredTensor(item.dtype, item.global_shape) for item in layout.items}
-    return _install(tracked, stored, state, fill, None)
+    return _install(tracked, _stored_of(layout), state, fill, None)
 
 
 def _install(

@@ -114,14 +114,13 @@ def optimizer_sources(
     """(tensor state, other state by parameter name and key) of an optimizer, as far as it exists yet."""
     found: list[Source] = []
     scalars: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                fqn = names[parameter]
-                if isinstance(value, torch.Tensor):
-                    found.append(Source(f"{name}.state.{fqn}.{key}", ItemRole.OPTIMIZER, value))
-                else:
-                    scalars.setdefault(fqn, {})[key] = value
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        fqn = names[parameter]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                found.append(Source(f"{name}.state.{fqn}.{key}", ItemRole.OPTIMIZER, value))
+            else:
+                scalars.setdefault(fqn, {})[key] = value
     return found, scalars
 
 

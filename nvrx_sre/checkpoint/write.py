@@ -292,19 +292,27 @@ def _merge(layouts: Sequence[Layout], differing: set[tuple[int, str]]) -> Plans:
     for index, ranked in enumerate(layouts):
         chosen: dict[str, LayoutItem] = {}
         for item in ranked.items:
-            if item.kind is ItemKind.SHARD:
-                if 0 not in item.local_shape or 0 in item.global_shape:
-                    chosen[item.fqn] = item
-            elif (index, item.fqn) in differing:
-                chosen[manifest.own_key(item.fqn, index)] = item
-            elif item.fqn not in plain_seen:
-                plain_seen.add(item.fqn)
-                chosen[item.fqn] = item
+            key = _key_of(item, index, differing, plain_seen)
+            if key is not None:
+                chosen[key] = item
         sources.append(chosen)
         items = [_write_item(key, item) for key, item in chosen.items()]
         plans.append(SavePlan(items, planner_data={key: _path(key, item) for key, item in chosen.items()}))
     merged, metadata = DefaultSavePlanner().create_global_plan(plans)
     return Plans(FileSystemWriter("unused").prepare_global_plan(merged), metadata, sources)
+
+
+def _key_of(item: LayoutItem, rank: int, differing: set[tuple[int, str]], plain_seen: set[str]) -> str | None:
+    """Key under which `rank` writes the item, None if it need not."""
+    if item.kind is ItemKind.SHARD:
+        is_empty_part = 0 in item.local_shape and 0 not in item.global_shape
+        return None if is_empty_part else item.fqn
+    if (rank, item.fqn) in differing:
+        return manifest.own_key(item.fqn, rank)
+    if item.fqn in plain_seen:
+        return None
+    plain_seen.add(item.fqn)
+    return item.fqn
 
 
 def _write_item(key: str, item: LayoutItem) -> WriteItem:

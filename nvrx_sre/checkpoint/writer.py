@@ -28,6 +28,7 @@ from nvrx_sre.checkpoint import discover, retention
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import CheckpointCorrupt, StorageError, UserError
+from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import SaveFailure
 
@@ -197,12 +198,6 @@ def die_with_parent() -> bool:
     return os.getppid() == parent
 
 
-def own_start_ticks() -> int:
-    """Start time of this process in clock ticks since boot: with the pid, its identity."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return int(fields[19])
-
-
 def parse_arguments(arguments: Sequence[str]) -> WriterConfig:
     """Configuration from the command line."""
     parser = argparse.ArgumentParser(prog="python -m nvrx_sre.checkpoint.writer", description=__doc__)
@@ -228,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     channel = wire.Channel(socket.socket(fileno=int(os.environ[wire.CHANNEL_FD_VARIABLE])))
     clock = SystemClock()
-    channel.send(wire.Hello(pid=os.getpid(), start_ticks=own_start_ticks(), mono_ns=clock.monotonic_ns()))
+    channel.send(wire.Hello(pid=os.getpid(), start_ticks=start_ticks(os.getpid()), mono_ns=clock.monotonic_ns()))
     os.nice(NICENESS)
     for name in discover.clear_interrupted(config.run_dir):
         log(f"removed {name}, which had not committed")
