@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from nvrx_sre.core.clock import to_ns
+from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events.schema import (
     Action,
     BudgetReset,
@@ -47,9 +48,13 @@ class Attempt:
 
 
 class History:
-    """Fold of the journal for the policy. All times are wall nanoseconds, as in `Record.time_ns`."""
+    """Fold of the journal for the policy. All times are wall nanoseconds, as in `Record.time_ns`.
 
-    def __init__(self) -> None:
+    `caps` gives the flapping window; the caps themselves are an argument of each decision.
+    """
+
+    def __init__(self, caps: CapLimits | None = None) -> None:
+        self._caps = caps or CapLimits()
         self.high_water = 0
         """H: highest step ever committed."""
         self.first_step_ns: int | None = None
@@ -99,9 +104,9 @@ class History:
         """Attempts within the window that began after a fault and ended without progress."""
         return _count_since(self._fruitless, now_ns, window_s)
 
-    def num_flapping(self, now_ns: int, window_s: float) -> int:
-        """Faults with progress since the one before, within the window."""
-        return _count_since(self._flapping, now_ns, window_s)
+    def is_flapping(self, now_ns: int) -> bool:
+        """Faults with progress between them came often enough to warn."""
+        return _count_since(self._flapping, now_ns, self._caps.flapping_window_s) >= self._caps.flapping_faults
 
     def num_device_faults(self, device: str, now_ns: int, window_s: float) -> int:
         """Root faults of `device` within the window, with or without progress."""
@@ -122,8 +127,7 @@ class History:
 
     def _on_fault(self, record: Record, event: FaultDetected) -> None:
         if self.has_progress():
-            if self.attempts:
-                self._flapping.append(record.time_ns)
+            self._flapping.append(record.time_ns)
             self.attempts.clear()
         else:
             self._fruitless.append(record.time_ns)

@@ -1,0 +1,268 @@
+"""Which steps are committed and sealed, and what they cost.
+
+Model: every rank reports steps cumulatively; a step is committed when every rank of the generation has
+reported it or a later one, and sealed when every rank's own report of it names a hot slot. Committed steps
+are gathered into one `StepsCommitted` a second; kind changes, faults, ends and the first new step after an
+incident close it earlier. Times are those of the rank that committed last.
+
+Invariants: H never falls; within a generation steps are committed once, in order; reports of other
+generations never reach this class. Bounded: reports wait only between the fastest and the slowest rank, and
+losses are kept for `MAX_LOSSES` steps. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, field
+
+from nvrx_sre.core.clock import to_ns
+from nvrx_sre.events.channel import Step
+from nvrx_sre.events.schema import ReplayDiverged, StepKind, StepsCommitted
+from nvrx_sre.launcher.machine_job import Job
+
+MAX_LOSSES = 65_536
+"""Steps whose loss is kept to notice a replay that differs; at 100 bytes a step about 6 MB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed:
+    """A step that every rank holds in a hot slot. `slots[rank]`; `captured_mono_ns` is the newest seal."""
+
+    step: int
+    generation: int
+    slots: tuple[int, ...]
+    captured_mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """One newly committed step. `sealed` if every rank captured it; `is_durable_due` if a save is due."""
+
+    step: int
+    kind: StepKind
+    sealed: Sealed | None
+    is_durable_due: bool
+    is_captured_partly: bool
+    mono_ns: int
+
+
+@dataclass(kw_only=True)
+class _Totals:
+    """Cumulative totals of one rank in this generation."""
+
+    step_s: float = 0.0
+    data_s: float = 0.0
+    checkpoint_block_s: float = 0.0
+    evaluate_s: float = 0.0
+    tokens: int = 0
+    captured: int = 0
+    skipped: int = 0
+
+    @classmethod
+    def of(cls, report: Step) -> _Totals:
+        return cls(**{name: getattr(report, name) for name in _TOTALS})
+
+    def add_difference(self, new: _Totals, old: _Totals) -> None:
+        for name in _TOTALS:
+            setattr(self, name, getattr(self, name) + max(0, getattr(new, name) - getattr(old, name)))
+
+
+_TOTALS = ("step_s", "data_s", "checkpoint_block_s", "evaluate_s", "tokens", "captured", "skipped")
+
+
+@dataclass(kw_only=True)
+class _Rank:
+    """Reports of one rank: the newest step, those not committed yet, totals at the last committed one."""
+
+    step: int = 0
+    waiting: dict[int, Step] = field(default_factory=dict)
+    totals: _Totals = field(default_factory=_Totals)
+
+
+@dataclass(kw_only=True)
+class _Aggregate:
+    """Committed steps of one kind that have not been recorded yet. Times are monotonic."""
+
+    kind: StepKind
+    first_step: int
+    last_step: int
+    started_ns: int
+    committed_ns: int
+    totals: _Totals
+    loss: float | None
+
+
+class Commits:
+    """Commits of the open generation, and what outlives it: H, losses, the newest sealed step."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.high_water = job.start.high_water
+        self.step = 0
+        """Newest committed step of the generation (at first the restored one)."""
+        self.num_committed = 0
+        """Steps committed in this generation."""
+        self.sealed: Sealed | None = None
+        self.incident_high_water = job.history.incident_high_water()
+        """H at the newest fault while no step above it is committed: that step is recorded at once."""
+        self._ranks: list[_Rank] = []
+        self._aggregate: _Aggregate | None = None
+        self._last_committed_ns = 0
+        self._losses: dict[int, tuple[float, int]] = {}
+
+    def open(self) -> None:
+        """A generation was opened: nothing of it is committed yet."""
+        self._ranks = [_Rank() for _ in range(self._job.config.world_size)]
+        self._aggregate = None
+        self.num_committed = 0
+        self._last_committed_ns = 0
+
+    def restored(self, step: int) -> None:
+        """Every rank holds the state of `step`: what was sealed above it is void.
+
+        A step that all ranks had captured but not all had reported is committed by this.
+        """
+        self.step = step
+        self.high_water = max(self.high_water, step)
+        for rank in self._ranks:
+            rank.step = max(rank.step, step)
+        if self.sealed is not None and self.sealed.step != step:
+            self.forget_sealed()
+
+    def forget_sealed(self) -> None:
+        """No sealed step is known any more."""
+        self.sealed = None
+        self._job.forget_sealed()
+
+    def enter_loop(self, mono_ns: int) -> None:
+        """A rank entered its step loop; the last one starts the first step."""
+        if self.num_committed == 0:
+            self._last_committed_ns = max(self._last_committed_ns, mono_ns)
+
+    def report(self, rank: int, message: Step) -> list[Committed]:
+        """Take in a rank's report; the steps it commits, in order."""
+        state = self._ranks[rank]
+        if message.step <= state.step:
+            return []
+        state.step = message.step
+        state.waiting[message.step] = message
+        newest = min(item.step for item in self._ranks)
+        return [self._commit(step, rank, message.mono_ns) for step in range(self.step + 1, newest + 1)]
+
+    def losses(self) -> dict[int, float]:
+        """Loss of the last execution of each step, as far as it is kept."""
+        return {step: loss for step, (loss, _) in sorted(self._losses.items())}
+
+    def flush(self) -> None:
+        """Record what is committed and not recorded yet."""
+        item, self._aggregate = self._aggregate, None
+        if item is None:
+            return
+        self._job.emit(
+            StepsCommitted(
+                kind=item.kind,
+                first_step=item.first_step,
+                last_step=item.last_step,
+                started_ns=self._job.wall_ns(item.started_ns),
+                committed_ns=self._job.wall_ns(item.committed_ns),
+                step_s=item.totals.step_s,
+                data_s=item.totals.data_s,
+                checkpoint_block_s=item.totals.checkpoint_block_s,
+                evaluate_s=item.totals.evaluate_s,
+                tokens=item.totals.tokens,
+                loss=item.loss,
+                hot_sealed_step=-1 if self.sealed is None else self.sealed.step,
+                hot_captured=item.totals.captured,
+                hot_skipped=item.totals.skipped,
+            )
+        )
+
+    def deadline_ns(self) -> int | None:
+        """When the aggregate is to be recorded."""
+        if self._aggregate is None:
+            return None
+        return self._aggregate.started_ns + to_ns(self._job.config.limits.telemetry.step_aggregate_s)
+
+    def _commit(self, step: int, last_rank: int, mono_ns: int) -> Committed:
+        reports = [state.waiting.pop(step, None) for state in self._ranks]
+        complete = [report for report in reports if report is not None]
+        kind = StepKind.NEW if step > self.high_water else StepKind.REDONE
+        if self._aggregate is not None and self._aggregate.kind is not kind:
+            self.flush()
+        mono_ns = max(mono_ns, self._last_committed_ns)
+        loss = self._note_loss(step, complete)
+        self._add(step, kind, mono_ns, self._cost(last_rank, reports), loss)
+        for state, report in zip(self._ranks, reports, strict=True):
+            if report is not None:
+                state.totals = _Totals.of(report)
+        self.step = step
+        self.num_committed += 1
+        self.high_water = max(self.high_water, step)
+        sealed = self._seal(step, complete)
+        if self.incident_high_water is not None and step > self.incident_high_water:
+            self.incident_high_water = None
+            self.flush()
+        return Committed(
+            step=step,
+            kind=kind,
+            sealed=sealed,
+            is_durable_due=any(report.durable for report in complete),
+            is_captured_partly=sealed is None and len(complete) < len(reports),
+            mono_ns=mono_ns,
+        )
+
+    def _seal(self, step: int, complete: list[Step]) -> Sealed | None:
+        if len(complete) < len(self._ranks) or any(report.slot < 0 for report in complete):
+            return None
+        self.sealed = Sealed(
+            step=step,
+            generation=self._job.generation,
+            slots=tuple(report.slot for report in complete),
+            captured_mono_ns=max(report.mono_ns for report in complete),
+        )
+        return self.sealed
+
+    def _cost(self, last_rank: int, reports: list[Step | None]) -> _Totals:
+        cost = _Totals()
+        report = reports[last_rank]
+        if report is not None:
+            cost.add_difference(_Totals.of(report), self._ranks[last_rank].totals)
+        return cost
+
+    def _add(self, step: int, kind: StepKind, mono_ns: int, cost: _Totals, loss: float | None) -> None:
+        if self._aggregate is None:
+            started_ns = self._last_committed_ns or self._job.go_ns
+            self._aggregate = _Aggregate(
+                kind=kind,
+                first_step=step,
+                last_step=step,
+                started_ns=started_ns,
+                committed_ns=mono_ns,
+                totals=_Totals(),
+                loss=loss,
+            )
+        self._aggregate.last_step = step
+        self._aggregate.committed_ns = self._last_committed_ns = mono_ns
+        self._aggregate.loss = loss
+        self._aggregate.totals.add_difference(cost, _Totals())
+
+    def _note_loss(self, step: int, complete: list[Step]) -> float | None:
+        """Mean loss over the ranks that gave one; a replay is compared only if all reports are in."""
+        losses = [report.loss for report in complete if report.has_loss]
+        if not losses or len(complete) < len(self._ranks):
+            return None
+        # fsum is exact, so equal losses of all ranks give exactly that loss.
+        loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
+        world_size = len(self._ranks)
+        earlier = self._losses.pop(step, None)
+        if earlier is not None and earlier[1] == world_size and _bits(earlier[0]) != _bits(loss):
+            self._job.emit(ReplayDiverged(step=step, expected=_bits(earlier[0]), actual=_bits(loss)))
+        self._losses[step] = (loss, world_size)
+        if len(self._losses) > MAX_LOSSES:
+            del self._losses[next(iter(self._losses))]
+        return loss
+
+
+def _bits(value: float) -> str:
+    return struct.pack(">d", value).hex()

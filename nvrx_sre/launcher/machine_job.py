@@ -1,0 +1,122 @@
+"""What the parts of the launcher machine share: configuration, stage, generations, and the way commands leave.
+
+Pure state: no I/O, no clock. One `Job` a machine; its parts hold a reference to it and to nothing global.
+Invariants: `generation` only rises, by one at each opening; commands leave in the order they were added,
+except that a `PublishSealed` always leaves last (the slots of a save are held before they may be reused).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from nvrx_sre.core.ids import device_id
+from nvrx_sre.core.limits import Limits
+from nvrx_sre.events.schema import Event
+from nvrx_sre.launcher.commands import Command, Emit, PublishSealed
+from nvrx_sre.policy.history import History
+
+
+class Stage(StrEnum):
+    """What the machine as a whole is doing."""
+
+    FORMING = "forming"
+    """Ranks are gathered for the next generation."""
+    OPEN = "open"
+    """A generation is open: its ranks run the training function."""
+    STOPPING = "stopping"
+    """The end is decided; durable state is drained and children leave."""
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConfig:
+    """What the machine has to know of the configuration."""
+
+    world_size: int
+    min_world_size: int
+    num_standbys: int
+    limits: Limits
+    hot_every: int
+    save_every: int
+    keep: int
+    node: str = "node"
+    """Name of this node, for device identities."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineStart:
+    """Where earlier launchers of the run left off."""
+
+    generation: int
+    """Last generation number used, 0 if none."""
+    high_water: int
+    """Highest step ever committed."""
+    wall_offset_ns: int
+    """wall = monotonic + offset."""
+    commits_on_record: bool
+    """A durable commit was ever recorded."""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """Shared state of the machine."""
+
+    config: MachineConfig
+    start: MachineStart
+    history: History
+    stage: Stage = Stage.FORMING
+    generation: int = 0
+    """Generation that was opened last; `pending` is the one that is being formed."""
+    fault_serial: int = 0
+    """Faults so far: tells whether a child belongs to the attempt at hand."""
+    hot_allowed: bool = True
+    checkpoints_back: int = 0
+    go_ns: int = 0
+    """Monotonic time at which `generation` was opened."""
+    _commands: list[Command] = field(default_factory=list)
+    _publish: int | None = None
+
+    @property
+    def pending(self) -> int:
+        """Number of the generation that comes next."""
+        return self.generation + 1
+
+    @property
+    def is_before_first_step(self) -> bool:
+        """No step of the run was ever committed, as far as is recorded."""
+        return self.history.first_step_ns is None and not self.start.commits_on_record
+
+    def device(self, rank: int | None) -> str:
+        """Identity that faults of `rank` are counted against, '' if the rank is unknown."""
+        return "" if rank is None else device_id(self.config.node, rank)
+
+    def wall_ns(self, mono_ns: int) -> int:
+        """Wall time of a monotonic stamp of this host."""
+        return mono_ns + self.start.wall_offset_ns
+
+    def command(self, command: Command) -> None:
+        """Add a command."""
+        self._commands.append(command)
+
+    def emit(self, event: Event, rank: int | None = None, generation: int | None = None) -> None:
+        """Add an event, stamped with the open generation unless another is given."""
+        self._commands.append(
+            Emit(event=event, generation=self.generation if generation is None else generation, rank=rank)
+        )
+
+    def publish_sealed(self, step: int) -> None:
+        """The newest step sealed on every rank; only the last of one input leaves."""
+        self._publish = step
+
+    def forget_sealed(self) -> None:
+        """What was sealed no longer holds: nothing is published for it."""
+        self._publish = None
+
+    def take(self) -> list[Command]:
+        """The commands added since the last call."""
+        commands, self._commands = self._commands, []
+        if self._publish is not None:
+            commands.append(PublishSealed(step=self._publish))
+            self._publish = None
+        return commands

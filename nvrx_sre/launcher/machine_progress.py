@@ -1,0 +1,170 @@
+"""Progress of the ranks of the open generation: deadlines per phase, and who is to blame for a hang.
+
+Model: every rank has a deadline for the phase it is in, armed anew when it enters a phase, commits a step or
+passes another point inside a step. Liveness (messages alone) clears nothing. A rank that waits for a peer
+which is still within a longer phase of its own (load, evaluate, ...) is not judged before that peer's
+deadline; so an expiry is a hang of the job.
+
+Blame needs proof: the only rank that fell silent, else the only rank that is furthest behind; otherwise the
+root is unknown. Pure: times are the launcher's monotonic receive times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nvrx_sre.core.clock import to_ns
+from nvrx_sre.events.channel import Alive, Entered, Step
+from nvrx_sre.events.schema import Phase, PhaseEntered
+from nvrx_sre.launcher.machine_job import Job, Stage
+from nvrx_sre.launcher.machine_roster import Child, ChildState, Roster
+
+_ORDER = {
+    Phase.INIT: 0,
+    Phase.RENDEZVOUS: 1,
+    Phase.REBUILD: 2,
+    Phase.LOAD: 3,
+    Phase.FIRST_STEP: 4,
+    Phase.STEP: 4,
+    Phase.DATA: 4,
+    Phase.EVALUATE: 4,
+    Phase.SAVE: 4,
+    Phase.FINALIZE: 5,
+    Phase.TEARDOWN: 6,
+}
+"""Position of a phase in a generation; inside the loop the step and the points passed tell."""
+_IN_LOOP = 4
+_REARMED_BY_POINTS = frozenset({Phase.FIRST_STEP, Phase.STEP})
+_SILENT_SHARE = 0.5
+"""A rank is silent if nothing was heard for this share of the expired limit; ranks speak every 0.25 s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang:
+    """No progress past a deadline. `root` is None where nobody is provably behind; `child` ran out of time."""
+
+    child: Child
+    root: Child | None
+    is_root_silent: bool
+
+
+class Progress:
+    """Watches the running ranks."""
+
+    def __init__(self, job: Job, roster: Roster) -> None:
+        self._job = job
+        self._roster = roster
+
+    def open(self, child: Child, now_ns: int) -> None:
+        """The rank was told to enter the generation."""
+        child.phase = Phase.RENDEZVOUS
+        child.told_phases = set()
+        child.step = child.progress = 0
+        child.progressed_ns = child.heard_ns = now_ns
+        child.arm(now_ns, self._limit_s(Phase.RENDEZVOUS))
+
+    def on_entered(self, child: Child, message: Entered, now_ns: int) -> Phase | None:
+        """The rank entered a phase; the phase, or None if it is not one of ours."""
+        try:
+            phase = Phase(message.phase)
+        except ValueError:
+            return None
+        child.phase = phase
+        child.step = max(child.step, message.step)
+        self._moved(child, now_ns)
+        child.arm(now_ns, self._limit_s(phase))
+        if phase is not Phase.DATA:
+            self.tell(child, phase, message.mono_ns)
+        return phase
+
+    def on_step(self, child: Child, message: Step, now_ns: int) -> None:
+        """The rank committed a step."""
+        child.phase = Phase.STEP
+        child.step = max(child.step, message.step)
+        self._moved(child, now_ns)
+        child.arm(now_ns, self._limit_s(Phase.STEP))
+        self.tell(child, Phase.STEP, message.mono_ns)
+
+    def on_alive(self, child: Child, message: Alive, now_ns: int) -> None:
+        """The rank is alive; only points passed count as progress."""
+        child.heard_ns = now_ns
+        if message.progress <= child.progress and message.step <= child.step:
+            return
+        child.progress = max(child.progress, message.progress)
+        child.step = max(child.step, message.step)
+        child.progressed_ns = now_ns
+        if child.phase in _REARMED_BY_POINTS:
+            child.arm(now_ns, child.limit_s)
+
+    def tell(self, child: Child, phase: Phase, mono_ns: int) -> None:
+        """Record that the rank entered `phase`, once a generation for the step loop."""
+        if child.told_phases is None or (phase is Phase.STEP and phase in child.told_phases):
+            return
+        child.told_phases.add(phase)
+        self._job.emit(PhaseEntered(phase=phase, entered_ns=self._job.wall_ns(mono_ns)), rank=child.rank)
+
+    def rearm(self, now_ns: int) -> None:
+        """The launcher stood still: every child gets its time again."""
+        for child in self._roster:
+            child.heard_ns = now_ns
+            if child.deadline_ns is not None:
+                child.arm(now_ns, child.limit_s)
+
+    def deadline_ns(self) -> int | None:
+        """When the job is judged hung, None if no rank is under a deadline."""
+        return min((when for when, _ in self._verdicts()), default=None)
+
+    def judge(self, now_ns: int) -> Hang | None:
+        """The hang, if a deadline has passed that no peer's phase excuses."""
+        expired = [item for item in self._verdicts() if item[0] <= now_ns]
+        if not expired:
+            return None
+        _, child = min(expired, key=lambda item: (item[0], item[1].number))
+        silent = self._only_silent(child, now_ns)
+        root = silent or self._only_behind()
+        return Hang(child=child, root=root, is_root_silent=silent is not None)
+
+    def _verdicts(self) -> list[tuple[int, Child]]:
+        """(when it is judged, rank) of every rank under a deadline."""
+        if self._job.stage is not Stage.OPEN:
+            return []
+        armed = [(child.deadline_ns, child) for child in self._running() if child.deadline_ns is not None]
+        excuses = [(when, child) for when, child in armed if child.phase is not Phase.STEP]
+        return [
+            (max([when, *(until for until, peer in excuses if not _is_ahead(peer, child))]), child)
+            for when, child in armed
+        ]
+
+    def _running(self) -> list[Child]:
+        return [child for child in self._roster.seated() if child.state is ChildState.RUNNING]
+
+    def _only_silent(self, expired: Child, now_ns: int) -> Child | None:
+        horizon_ns = now_ns - to_ns(expired.limit_s * _SILENT_SHARE)
+        silent = [child for child in self._running() if child.heard_ns <= horizon_ns]
+        return silent[0] if len(silent) == 1 else None
+
+    def _only_behind(self) -> Child | None:
+        by_position = sorted(self._running(), key=_position)
+        if len(by_position) == 1 or _position(by_position[0]) < _position(by_position[1]):
+            return by_position[0]
+        return None
+
+    def _moved(self, child: Child, now_ns: int) -> None:
+        child.heard_ns = child.progressed_ns = now_ns
+
+    def _limit_s(self, phase: Phase) -> float:
+        return self._job.config.limits.deadlines.for_phase(phase.value)
+
+
+def is_in_loop(child: Child) -> bool:
+    """The child executes steps."""
+    return _ORDER[child.phase] == _IN_LOOP
+
+
+def _position(child: Child) -> tuple[int, int, int]:
+    return (_ORDER[child.phase], child.step, child.progress)
+
+
+def _is_ahead(peer: Child, child: Child) -> bool:
+    """The peer is further on, so `child` cannot be waiting for it."""
+    return (_ORDER[peer.phase], peer.step) > (_ORDER[child.phase], child.step)

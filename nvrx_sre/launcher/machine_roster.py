@@ -1,0 +1,195 @@
+"""The children: who lives, in which state, and which rank each one holds.
+
+Model: every rank has a seat, which is vacant or taken by one child. A child is numbered once and never
+again. States of a worker, in order: starting -> parked -> assigned -> ready -> running (-> finished), and
+from running over interrupted and leaving back to ready. `ending` is any child that was killed or told to
+leave: its death is expected.
+
+Invariants: a child holds at most one seat; a seat has at most one child; each child in a waiting state has
+a deadline. Pure state, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nvrx_sre.core.clock import to_ns
+from nvrx_sre.events.schema import Phase, Role
+from nvrx_sre.launcher.commands import AssignRank, Kill, LeaveChild, Spawn
+from nvrx_sre.launcher.machine_job import Job
+
+
+class ChildState(StrEnum):
+    """Where a child is in its life."""
+
+    STARTING = "starting"
+    PARKED = "parked"
+    ASSIGNED = "assigned"
+    READY = "ready"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    LEAVING = "leaving"
+    ENDING = "ending"
+
+
+@dataclass(kw_only=True)
+class Child:
+    """One child process. Times are monotonic ns of the launcher."""
+
+    number: int
+    role: Role
+    rank: int | None
+    attempt: int
+    serial: int
+    """`Job.fault_serial` of the attempt that this child belongs to."""
+    state: ChildState = ChildState.STARTING
+    pid: int = 0
+    old_pid: int = 0
+    """Process that this one replaces, 0 if none."""
+    deadline_ns: int | None = None
+    is_killed: bool = False
+    is_ready_early: bool = False
+    """It left its generation by itself, before it was interrupted."""
+    phase: Phase = Phase.INIT
+    told_phases: set[Phase] | None = None
+    step: int = 0
+    progress: int = 0
+    progressed_ns: int = 0
+    heard_ns: int = 0
+    limit_s: float = 0.0
+
+    def arm(self, now_ns: int, limit_s: float) -> None:
+        """Give it `limit_s` from now."""
+        self.limit_s = limit_s
+        self.deadline_ns = now_ns + to_ns(limit_s)
+
+    @property
+    def is_in_generation(self) -> bool:
+        """It may still be inside the training function of the open generation."""
+        return self.state in (ChildState.RUNNING, ChildState.FINISHED)
+
+    @property
+    def is_leaving(self) -> bool:
+        """It was interrupted and is not ready again yet."""
+        return self.state in (ChildState.INTERRUPTED, ChildState.LEAVING)
+
+
+class Roster:
+    """Children by number, seats by rank."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._children: dict[int, Child] = {}
+        self._seats: list[int | None] = [None] * job.config.world_size
+        self._attempts = [0] * job.config.world_size
+        self._last_pids = [0] * job.config.world_size
+        self._num_spawned = 0
+        self._spare_attempts = {Role.STANDBY: 0, Role.WRITER: 0}
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter(list(self._children.values()))
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def get(self, number: int) -> Child | None:
+        """The child with this number while it lives."""
+        return self._children.get(number)
+
+    def in_seat(self, rank: int) -> Child | None:
+        """The child that holds `rank`."""
+        number = self._seats[rank]
+        return None if number is None else self._children[number]
+
+    def seated(self) -> list[Child]:
+        """Children that hold a rank, by rank."""
+        return [self._children[number] for number in self._seats if number is not None]
+
+    def vacant_ranks(self) -> list[int]:
+        """Ranks that nobody holds."""
+        return [rank for rank, number in enumerate(self._seats) if number is None]
+
+    def of_role(self, role: Role) -> list[Child]:
+        """Living children of a role that are not on their way out."""
+        return [child for child in self if child.role is role and child.state is not ChildState.ENDING]
+
+    def spawn(self, role: Role, rank: int | None, now_ns: int) -> Child:
+        """Start a child; a worker takes the seat of `rank` at once."""
+        self._num_spawned += 1
+        child = Child(
+            number=self._num_spawned,
+            role=role,
+            rank=rank,
+            attempt=self._next_attempt(role, rank),
+            serial=self._job.fault_serial,
+            progressed_ns=now_ns,
+            heard_ns=now_ns,
+        )
+        child.arm(now_ns, self._job.config.limits.deadlines.init_s)
+        self._children[child.number] = child
+        if rank is not None:
+            child.old_pid = self._last_pids[rank]
+            self._seats[rank] = child.number
+        self._job.command(Spawn(child=child.number, role=role, rank=rank, attempt=child.attempt))
+        return child
+
+    def assign(self, child: Child, rank: int, now_ns: int) -> None:
+        """Give a parked child its rank for the pending generation."""
+        if child.role is Role.STANDBY:
+            child.role = Role.WORKER
+            child.old_pid = self._last_pids[rank]
+            child.attempt = self._next_attempt(Role.WORKER, rank)
+        child.rank = rank
+        child.state = ChildState.ASSIGNED
+        child.serial = self._job.fault_serial
+        child.arm(now_ns, self._job.config.limits.deadlines.init_s)
+        self._seats[rank] = child.number
+        self._last_pids[rank] = child.pid
+        self._job.command(
+            AssignRank(
+                child=child.number,
+                rank=rank,
+                world_size=self._job.config.world_size,
+                generation=self._job.pending,
+            )
+        )
+
+    def parked_standby(self) -> Child | None:
+        """A standby that can become any rank."""
+        return next((item for item in self.of_role(Role.STANDBY) if item.state is ChildState.PARKED), None)
+
+    def kill(self, child: Child, reason: str, now_ns: int) -> None:
+        """SIGKILL a child; its death is expected from now on."""
+        child.state = ChildState.ENDING
+        child.is_killed = True
+        child.arm(now_ns, self._job.config.limits.deadlines.teardown_s)
+        self._job.command(Kill(child=child.number, reason=reason))
+
+    def leave(self, child: Child, grace_s: float, now_ns: int) -> None:
+        """Tell a child to end in order within `grace_s`."""
+        child.state = ChildState.ENDING
+        child.arm(now_ns, grace_s)
+        self._job.command(LeaveChild(child=child.number))
+
+    def remove(self, child: Child) -> None:
+        """The child is dead: its seat is vacant."""
+        del self._children[child.number]
+        self.detach(child)
+
+    def detach(self, child: Child) -> None:
+        """Take the seat from a child, dead or not to be waited for any longer."""
+        if child.rank is not None and self._seats[child.rank] == child.number:
+            self._seats[child.rank] = None
+            self._last_pids[child.rank] = child.pid or self._last_pids[child.rank]
+
+    def _next_attempt(self, role: Role, rank: int | None) -> int:
+        if rank is None:
+            attempt = self._spare_attempts[role]
+            self._spare_attempts[role] += 1
+            return attempt
+        attempt = self._attempts[rank]
+        self._attempts[rank] += 1
+        return attempt

@@ -1,0 +1,284 @@
+"""Durable saves: one in flight, handed to the writer process, which outlives the workers.
+
+Model: a step that all ranks have sealed and whose save is due is handed over at once if the writer is
+parked and idle; otherwise it is skipped and counted. The slots stay held until the save is committed or
+has failed, so a writer that dies is replaced and the same save is written again. A commit above a fence of
+a newer generation belongs to an abandoned line and counts as failed.
+
+Invariants: at most one save is held; its slots are released exactly once. A writer that keeps dying is
+respawned with the caps' back-off. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nvrx_sre.core.clock import to_ns
+from nvrx_sre.events.channel import WriterProgress
+from nvrx_sre.events.schema import (
+    Role,
+    SaveCommitted,
+    SaveFailed,
+    SaveFailure,
+    SaveSealed,
+    SaveSkipped,
+    SaveStarted,
+    SaveVerified,
+    SaveWritten,
+    SkipReason,
+    Tier,
+)
+from nvrx_sre.launcher.commands import ReleaseSlots, StartSave
+from nvrx_sre.launcher.machine_commits import Committed, Sealed
+from nvrx_sre.launcher.machine_job import Job, Stage
+from nvrx_sre.launcher.machine_roster import Child, ChildState, Roster
+
+MAX_REDONE = 2
+"""Times a held save is handed to a new writer before it is given up."""
+
+
+@dataclass(kw_only=True)
+class _Save:
+    """The save whose slots are held."""
+
+    sealed: Sealed
+    world_size: int
+    is_committed: bool = False
+    is_abandoned: bool = False
+    is_reported: bool = False
+    """Its failure was recorded; it is held only until the writer is done with it."""
+    num_redone: int = 0
+    deadline_ns: int | None = None
+    """None while it waits for a new writer."""
+
+
+class Saves:
+    """The writer and the save it works on."""
+
+    def __init__(self, job: Job, roster: Roster) -> None:
+        self._job = job
+        self._roster = roster
+        self._held: _Save | None = None
+        self._flush: Sealed | None = None
+        self._num_deaths = 0
+        self._is_closing = False
+        self._respawn_ns: int | None = None
+        self.committed_step = job.history.durable_step
+        """Newest committed step of the run's current line, -1 if none."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No save is held or waiting."""
+        return self._held is None and self._flush is None
+
+    def start_writer(self, now_ns: int) -> None:
+        """Spawn the writer."""
+        self._respawn_ns = None
+        self._roster.spawn(Role.WRITER, None, now_ns)
+
+    def on_commit(self, committed: Committed, now_ns: int) -> None:
+        """A step was committed: hand it over if its durable save is due."""
+        if not committed.is_durable_due:
+            return
+        sealed = committed.sealed
+        if sealed is None:
+            reason = SkipReason.INCOMPLETE if committed.is_captured_partly else SkipReason.NO_FREE_SLOT
+            self._skip(committed.step, reason)
+            return
+        self._emit_sealed(sealed)
+        if self._held is None and self._parked_writer() is not None:
+            self._hand_over(_Save(sealed=sealed, world_size=len(sealed.slots)), now_ns)
+        else:
+            self._skip(sealed.step, SkipReason.WRITER_BUSY)
+
+    def flush(self, sealed: Sealed | None, now_ns: int) -> int:
+        """Save the newest sealed step before the end, now or when the writer is free.
+
+        Returns the step that will be the newest durable one if all goes well, -1 if there is none.
+        """
+        in_flight = -1 if self._held is None or self._held.is_abandoned else self._held.sealed.step
+        newest = max(self.committed_step, in_flight)
+        if sealed is None or sealed.step <= newest:
+            return newest
+        self._emit_sealed(sealed)
+        self._flush = sealed
+        self.poll(now_ns)
+        return sealed.step
+
+    def poll(self, now_ns: int) -> None:
+        """Hand over what waits, if a writer is parked."""
+        if self._parked_writer() is None:
+            return
+        if self._held is not None and self._held.deadline_ns is None:
+            self._hand_over(self._held, now_ns)
+        elif self._held is None and self._flush is not None:
+            sealed, self._flush = self._flush, None
+            self._hand_over(_Save(sealed=sealed, world_size=len(sealed.slots)), now_ns)
+
+    def fence(self, step: int) -> None:
+        """The run went back to `step`: whatever is saved above it is abandoned."""
+        self.committed_step = min(self.committed_step, step)
+        if self._held is not None and self._held.sealed.step > step:
+            self._held.is_abandoned = True
+
+    def on_progress(self, message: WriterProgress, now_ns: int) -> None:
+        """The writer's report on a stage of the held save; reports on any other are stale."""
+        save = self._held
+        if save is None or message.step != save.sealed.step or save.deadline_ns is None:
+            return
+        save.deadline_ns = now_ns + to_ns(self._job.config.limits.deadlines.save_s)
+        if message.stage == "written":
+            self._emit(save, SaveWritten(step=message.step, size_bytes=message.size_bytes, seconds=message.seconds))
+        elif message.stage == "committed":
+            self._on_committed(save, message)
+        elif message.stage == "verified":
+            self._on_verified(save, message)
+        elif message.stage == "failed":
+            self._fail(save, _failure(message.reason), message.message)
+        self.poll(now_ns)
+
+    def on_writer_death(self, now_ns: int) -> None:
+        """The writer is dead: replace it, and let the new one redo what is held."""
+        self._num_deaths += 1
+        save = self._held
+        if self._is_closing:
+            if save is not None:
+                self._fail(save, SaveFailure.INTERRUPTED, "the run ended before the save was done")
+            return
+        if save is not None and save.deadline_ns is not None:
+            self._on_interrupted_save(save)
+        if self._job.stage is Stage.STOPPING and self.is_idle:
+            return  # nothing is left to write
+        backoff = self._job.config.limits.caps.backoff_s
+        wait_s = backoff[min(self._num_deaths, len(backoff)) - 1] if backoff else 0.0
+        self._respawn_ns = now_ns + to_ns(wait_s)
+        self.on_tick(now_ns)
+
+    def lose(self) -> None:
+        """The node is lost, with the writer and every slot."""
+        self._flush = None
+        if self._held is not None:
+            self._fail(self._held, SaveFailure.INTERRUPTED, "the node was lost")
+
+    def close(self) -> None:
+        """The end is near: what is held may finish, nothing is started any more."""
+        self._is_closing = True
+        self._flush = None
+        self._respawn_ns = None
+
+    def deadline_ns(self) -> int | None:
+        """When the writer is overdue, or is to be respawned."""
+        waits = [self._respawn_ns, self._held.deadline_ns if self._held is not None else None]
+        return min((item for item in waits if item is not None), default=None)
+
+    def rearm(self, now_ns: int) -> None:
+        """The launcher stood still: the writer gets its time again."""
+        if self._held is not None and self._held.deadline_ns is not None:
+            self._held.deadline_ns = now_ns + to_ns(self._job.config.limits.deadlines.save_s)
+
+    def on_tick(self, now_ns: int) -> None:
+        """Respawn a dead writer, kill one that is overdue."""
+        if self._respawn_ns is not None and now_ns >= self._respawn_ns:
+            self.start_writer(now_ns)
+        save = self._held
+        if save is None or save.deadline_ns is None or now_ns < save.deadline_ns:
+            return
+        self._on_interrupted_save(save)
+        for child in self._roster.of_role(Role.WRITER):
+            self._roster.kill(child, "the save is overdue", now_ns)
+
+    def _on_interrupted_save(self, save: _Save) -> None:
+        text = "committed, not verified" if save.is_committed else "not committed"
+        if save.is_committed or save.is_abandoned or save.num_redone >= MAX_REDONE:
+            self._fail(save, SaveFailure.WRITER_DIED, text)
+            return
+        self._emit(
+            save,
+            SaveFailed(step=save.sealed.step, tier=Tier.DURABLE, reason=SaveFailure.WRITER_DIED, message=text),
+        )
+        save.num_redone += 1
+        save.deadline_ns = None
+
+    def _hand_over(self, save: _Save, now_ns: int) -> None:
+        sealed = save.sealed
+        save.deadline_ns = now_ns + to_ns(self._job.config.limits.deadlines.save_s)
+        self._held = save
+        self._job.command(
+            StartSave(
+                step=sealed.step,
+                generation=sealed.generation,
+                world_size=save.world_size,
+                slots=sealed.slots,
+                captured_mono_ns=sealed.captured_mono_ns,
+            )
+        )
+        captured_ns = self._job.wall_ns(sealed.captured_mono_ns)
+        self._emit(save, SaveStarted(step=sealed.step, tier=Tier.DURABLE, captured_ns=captured_ns))
+
+    def _on_committed(self, save: _Save, message: WriterProgress) -> None:
+        self._num_deaths = 0
+        save.is_committed = True
+        self._release(save)
+        if save.is_abandoned:
+            # Held on until the writer is idle: its 'verified' must not be taken for that of a later save.
+            self._report_failure(save, SaveFailure.ABANDONED_LINE, "the run went back before this step")
+            return
+        self.committed_step = max(self.committed_step, message.step)
+        self._emit(
+            save,
+            SaveCommitted(
+                step=message.step,
+                directory=message.directory,
+                size_bytes=message.size_bytes,
+                seconds=message.seconds,
+                captured_ns=self._job.wall_ns(save.sealed.captured_mono_ns),
+            ),
+        )
+
+    def _on_verified(self, save: _Save, message: WriterProgress) -> None:
+        self._held = None
+        if save.is_abandoned:
+            return
+        self._emit(
+            save,
+            SaveVerified(
+                step=message.step,
+                directory=message.directory,
+                seconds=message.seconds,
+                captured_ns=self._job.wall_ns(save.sealed.captured_mono_ns),
+            ),
+        )
+
+    def _fail(self, save: _Save, reason: SaveFailure, text: str) -> None:
+        self._held = None
+        if not save.is_committed:
+            self._release(save)
+        self._report_failure(save, reason, text)
+
+    def _report_failure(self, save: _Save, reason: SaveFailure, text: str) -> None:
+        if not save.is_reported:
+            save.is_reported = True
+            self._emit(save, SaveFailed(step=save.sealed.step, tier=Tier.DURABLE, reason=reason, message=text))
+
+    def _release(self, save: _Save) -> None:
+        self._job.command(ReleaseSlots(step=save.sealed.step))
+
+    def _skip(self, step: int, reason: SkipReason) -> None:
+        self._job.emit(SaveSkipped(step=step, tier=Tier.DURABLE, reason=reason))
+
+    def _emit_sealed(self, sealed: Sealed) -> None:
+        sealed_ns = self._job.wall_ns(sealed.captured_mono_ns)
+        self._job.emit(SaveSealed(step=sealed.step, sealed_ns=sealed_ns), generation=sealed.generation)
+
+    def _emit(self, save: _Save, event: SaveWritten | SaveCommitted | SaveVerified | SaveFailed | SaveStarted) -> None:
+        self._job.emit(event, generation=save.sealed.generation)
+
+    def _parked_writer(self) -> Child | None:
+        return next((item for item in self._roster.of_role(Role.WRITER) if item.state is ChildState.PARKED), None)
+
+
+def _failure(reason: str) -> SaveFailure:
+    try:
+        return SaveFailure(reason)
+    except ValueError:
+        return SaveFailure.STORAGE

@@ -1,0 +1,125 @@
+"""The end of a run: drain what is durable, let the children go, stop.
+
+Model: an end is begun once, with an exit code and a bound. The writer may finish (and, at a preemption, save
+the newest sealed step, for which ranks need not cooperate: the slots are the launcher's); everybody else is
+told to leave and killed after a grace. When no child is left, or all bounds have passed, the run is finished.
+
+Invariants: `RunFinished` and `Stop` are issued exactly once, in this order; every wait is bounded. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvrx_sre.core.clock import to_ns
+from nvrx_sre.events.schema import Role, RunFinished
+from nvrx_sre.launcher.commands import Stop
+from nvrx_sre.launcher.machine_commits import Commits
+from nvrx_sre.launcher.machine_job import Job, Stage
+from nvrx_sre.launcher.machine_roster import ChildState, Roster
+from nvrx_sre.launcher.machine_saves import Saves
+
+PREEMPTION_DRAIN_S = 25.0
+"""Longest drain after a termination signal: below 30 s, the default grace of Kubernetes (pod lifecycle)."""
+
+
+class Shutdown:
+    """Brings the run to its end."""
+
+    def __init__(self, job: Job, roster: Roster, commits: Commits, saves: Saves) -> None:
+        self._job = job
+        self._roster = roster
+        self._commits = commits
+        self._saves = saves
+        self._exit_code = 0
+        self._reason = ""
+        self._result: dict[str, Any] = {}
+        self._drain_until_ns = 0
+        self._give_up_ns: int | None = None
+
+    def finish(self, result: dict[str, Any], now_ns: int) -> None:
+        """Training is done: ranks stay until the last save is verified."""
+        self._begin(0, "finished", self._job.config.limits.deadlines.final_drain_s, now_ns)
+        self._result = result
+        self.poll(now_ns)
+
+    def stop(self, exit_code: int, reason: str, now_ns: int) -> None:
+        """No restart: ranks go at once, a save in flight may finish."""
+        self._begin(exit_code, reason, self._job.config.limits.deadlines.final_drain_s, now_ns)
+        self._leave_all(now_ns)
+        self.poll(now_ns)
+
+    def drain(self, exit_code: int, reason: str, now_ns: int) -> None:
+        """Preempted or halted: ranks go at once, the newest sealed step is saved."""
+        self._begin(exit_code, reason, PREEMPTION_DRAIN_S, now_ns)
+        self._leave_all(now_ns)
+        step = self._saves.flush(self._commits.sealed, now_ns)
+        self._reason = f"{reason}; " + (f"durable up to step {step}" if step >= 0 else "nothing to save")
+        self.poll(now_ns)
+
+    def hurry(self, now_ns: int) -> None:
+        """A termination signal while the end is under way: drain no longer than a preemption would."""
+        self._drain_until_ns = min(self._drain_until_ns, now_ns + to_ns(PREEMPTION_DRAIN_S))
+
+    def kill_now(self, exit_code: int, reason: str, now_ns: int) -> None:
+        """A person insists: kill everything, wait for nothing but the deaths."""
+        if self._job.stage is not Stage.STOPPING:
+            self._begin(exit_code, reason, 0.0, now_ns)
+        self._exit_code, self._reason = exit_code, reason
+        self._drain_until_ns = now_ns
+        self._saves.close()
+        for child in self._roster:
+            self._roster.kill(child, reason, now_ns)
+        self.poll(now_ns)
+
+    def deadline_ns(self) -> int | None:
+        """When the next bound passes."""
+        if self._job.stage is not Stage.STOPPING:
+            return None
+        if self._give_up_ns is not None:
+            return self._give_up_ns
+        return self._drain_until_ns
+
+    def poll(self, now_ns: int) -> None:
+        """Go on as far as possible."""
+        if self._job.stage is not Stage.STOPPING:
+            return
+        if not self._saves.is_idle and now_ns < self._drain_until_ns:
+            return
+        if self._give_up_ns is None:
+            deadlines = self._job.config.limits.deadlines
+            self._give_up_ns = now_ns + 2 * to_ns(deadlines.teardown_s) + to_ns(deadlines.interrupt_grace_s)
+            self._saves.close()
+            self._leave_all(now_ns)
+            for child in self._roster.of_role(Role.WRITER):
+                self._roster.leave(child, deadlines.teardown_s, now_ns)
+        if not len(self._roster) or now_ns >= self._give_up_ns:
+            self._end()
+
+    def _begin(self, exit_code: int, reason: str, drain_s: float, now_ns: int) -> None:
+        self._commits.flush()
+        self._job.stage = Stage.STOPPING
+        self._exit_code = exit_code
+        self._reason = reason
+        self._drain_until_ns = now_ns + to_ns(drain_s)
+
+    def _leave_all(self, now_ns: int) -> None:
+        """Workers and standbys: those that still train are not asked twice."""
+        deadlines = self._job.config.limits.deadlines
+        for child in self._roster:
+            if child.role is Role.WRITER or child.state is ChildState.ENDING:
+                continue
+            is_waiting = child.state in (ChildState.FINISHED, ChildState.PARKED, ChildState.READY)
+            self._roster.leave(child, deadlines.teardown_s if is_waiting else deadlines.interrupt_grace_s, now_ns)
+
+    def _end(self) -> None:
+        self._job.stage = Stage.STOPPED
+        self._job.emit(
+            RunFinished(
+                exit_code=self._exit_code,
+                reason=self._reason,
+                step=self._commits.high_water,
+                result=self._result,
+            )
+        )
+        self._job.command(Stop(exit_code=self._exit_code, reason=self._reason, result=self._result))
