@@ -186,7 +186,7 @@ def move_aside(run_dir: Path, directory: str, reason: str) -> str:
 
 
 def clear_interrupted(run_dir: Path) -> list[str]:
-    """Remove what unfinished saves and deletions left; the names removed.
+    """Remove what unfinished saves and deletions left; the names of the unfinished saves.
 
     Only for the owner of the run directory, while no writer of the run is alive. Never raises: what cannot
     be removed is tried again at the next start.
@@ -195,7 +195,8 @@ def clear_interrupted(run_dir: Path) -> list[str]:
     for path in _directories(run_dir):
         if path.name.startswith((TEMPORARY_PREFIX, RETIRED_PREFIX)):
             shutil.rmtree(path, ignore_errors=True)
-            removed.append(path.name)
+            if path.name.startswith(TEMPORARY_PREFIX):
+                removed.append(path.name)
     return removed
 
 
