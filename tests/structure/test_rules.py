@@ -17,6 +17,7 @@ BROAD_EXCEPTS: dict[str, str] = {
 """Boundary -> why it may catch everything. The style guide names what such a boundary is."""
 
 ENVIRONMENT_READERS: dict[str, str] = {
+    "checkpoint/writer.py": "the number of its channel's descriptor, as every child gets it",
     "bench/torchrun_peer.py": "torchrun hands a worker its restart count in the environment",
 }
 """Module -> what configuration it reads from, or hands to a child through, the environment."""
