@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,9 @@ class TrainerConfig:
             raise UserError(f"--model is {self.model!r}: {_known_models(self.model)}")
         if self.learning_rate is not None and not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise UserError(f"--learning-rate is {self.learning_rate}: use a finite number above 0")
-        if self.data is not None and not self.data.exists():
+        if self.data is not None and not os.path.exists(
+            self.data
+        ):  # unlike Path.exists, False where a folder may not be entered
             raise UserError(f"--data {self.data}: there is no such file or folder")
 
     @property

@@ -59,7 +59,7 @@ def load_corpus(path: Path | None = None) -> Corpus:
 
     Raises `UserError` if the path is missing, unreadable or holds no text.
     """
-    return _load(None if path is None else path.resolve())
+    return _load(None if path is None else path.absolute())
 
 
 @functools.lru_cache(maxsize=2)
