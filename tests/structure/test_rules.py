@@ -12,12 +12,20 @@ SLEEP_PACKAGES = {"core", "bench", "faults", "testing"}
 FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}
 
 BROAD_EXCEPTS: dict[str, str] = {
+    "session/bootstrap.py:main": "outermost boundary of a child's process: the user's code may raise anything",
+    "restart/wrapper.py:Restarter._run_generation": "boundary of the training function: whatever it raises is a fault",
+    "telemetry/boundary.py:Boundary.call": "boundary of telemetry: a failure there is counted and never passes",
+    "telemetry/boundary.py:Boundary.failed": "the same, where a failure is noted",
     "cli/main.py:main": "outermost boundary of the program: one line and an exit code for whatever arrives",
 }
 """Boundary -> why it may catch everything. The style guide names what such a boundary is."""
 
 ENVIRONMENT_READERS: dict[str, str] = {
     "checkpoint/writer.py": "the number of its channel's descriptor, as every child gets it",
+    "session/settings.py": "a child's settings, handed over by its launcher; watches what the user's code reads",
+    "session/bootstrap.py": "the descriptor of a child's channel",
+    "session/unmanaged.py": "rank and address where a script runs without a launcher",
+    "launcher/effects.py": "hands the user's environment on to the children",
     "bench/torchrun_peer.py": "torchrun hands a worker its restart count in the environment",
 }
 """Module -> what configuration it reads from, or hands to a child through, the environment."""
@@ -57,11 +65,17 @@ def test_broad_except_only_at_named_boundaries() -> None:
     found = set()
     for module in modules():
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.ExceptHandler) and _is_broad(node.type):
+            if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _raises_again(node):
                 found.add(f"{module.short}:{enclosing(module, node)}")
             if isinstance(node, ast.Call) and called_name(node).endswith("suppress") and any(map(_is_broad, node.args)):
                 found.add(f"{module.short}:{enclosing(module, node)}")
     assert found == set(BROAD_EXCEPTS)
+
+
+def _raises_again(handler: ast.ExceptHandler) -> bool:
+    """Cleaning up on the way out catches nothing."""
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise) and last.exc is None
 
 
 def _is_broad(kind: ast.expr | None) -> bool:

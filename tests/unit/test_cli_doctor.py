@@ -1,0 +1,91 @@
+"""The doctor's checks: findings, cures, exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from nvrx_sre.cli import doctor
+from nvrx_sre.cli.doctor import Finding, Status
+
+
+def test_a_missing_torch_fails_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cure is the command to run."""
+
+    def version(name: str) -> str:
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    finding = doctor.check_torch()
+    assert finding.status is Status.FAIL and "pip install torch" in finding.cure
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.13.0+cpu", Status.OK), ("2.9.1", Status.WARN)])
+def test_other_releases_of_torch_warn(version: str, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that was not tested is not a failure."""
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
+    assert doctor.check_torch().status is status
+
+
+def test_a_directory_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check really writes, links and syncs where the runs would lie."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    assert doctor.check_storage(tmp_path / "runs").status is Status.OK
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", refuse)
+    assert doctor.check_storage(tmp_path).status is Status.FAIL
+
+
+def test_little_free_space_warns_then_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thresholds."""
+    for free_bytes, status in ((10**9, Status.WARN), (10**8, Status.FAIL)):
+        usage = doctor.shutil.disk_usage(tmp_path)._replace(free=free_bytes)
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, usage=usage: usage)
+        assert doctor.check_storage(tmp_path).status is status
+        monkeypatch.undo()
+
+
+def test_a_missing_tool_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus is for the demo and the tests; a run works without it."""
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    finding = doctor.check_tool("prometheus", ("prometheus",), "prometheus")
+    assert finding.status is Status.WARN and "apt-get install" in finding.cure
+
+
+def test_gloo_failure_shows_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason stands at the end of what the process said."""
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nRuntimeError: no host name\n")
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: failed)
+    finding = doctor.check_gloo()
+    assert finding.status is Status.FAIL and finding.detail == "RuntimeError: no host name"
+
+
+def test_checks_of_the_kernel_pass_here() -> None:
+    """What the package needs of Linux is there where its tests run."""
+    checks = (doctor.check_memfd, doctor.check_pidfd, doctor.check_seqpacket, doctor.check_pdeathsig)
+    assert [check().status for check in checks] == [Status.OK] * 4
+
+
+@pytest.mark.parametrize(("status", "exit_code"), [(Status.OK, 0), (Status.WARN, 0), (Status.FAIL, 1)])
+def test_only_a_failure_changes_the_exit_code(status: Status, exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings do not."""
+    finding = Finding(name="x", status=status, detail="d", cure="c")
+    monkeypatch.setattr(doctor, "examine", lambda directory: [finding])
+    result = CliRunner().invoke(doctor.command, [], standalone_mode=False)
+    assert result.return_value == exit_code
+    assert result.output.split() == [str(status), "x", "d;", "c"]
+
+
+def test_findings_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a machine: name, status, detail, cure."""
+    monkeypatch.setattr(doctor, "examine", lambda directory: [Finding(name="x", status=Status.OK, detail="d")])
+    result = CliRunner().invoke(doctor.command, ["--json"], standalone_mode=False)
+    assert json.loads(result.output) == [{"name": "x", "status": "ok", "detail": "d", "cure": ""}]

@@ -1,0 +1,91 @@
+"""The entry point: one line and the right exit code for every way to end."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+import pytest
+
+from nvrx_sre import __version__
+from nvrx_sre.cli import main as entry
+from nvrx_sre.core.errors import CheckpointCorrupt, ExitCode, StorageError, UserError
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """A command `doctor` that raises the one error that the test puts into the list."""
+    errors: list[BaseException] = []
+
+    @click.command("doctor")
+    def command() -> None:
+        raise errors[0]
+
+    monkeypatch.setattr(importlib.import_module("nvrx_sre.cli.doctor"), "command", command)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (UserError("the data is\nmissing"), ExitCode.CONFIG),
+        (StorageError("disk"), ExitCode.RETRYABLE),
+        (CheckpointCorrupt("bad", reason="size"), ExitCode.DO_NOT_RESTART),
+        (click.UsageError("what?"), ExitCode.USAGE),
+        (click.ClickException("oh"), ExitCode.USAGE),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED),
+        (click.Abort(), ExitCode.INTERRUPTED),
+        (ZeroDivisionError("ours"), ExitCode.INTERNAL),
+        (BrokenPipeError(), ExitCode.FINISHED),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_is_one_line_and_its_exit_code(
+    error: BaseException,
+    exit_code: int,
+    failing: list[BaseException],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No traceback, whatever the error."""
+    monkeypatch.setattr(entry, "_discard_stdout", lambda: None)
+    failing.append(error)
+    assert entry.main(["doctor"]) == exit_code
+    said = capsys.readouterr().err
+    assert said.strip().count("\n") == 0 and "Traceback" not in said
+    assert not said or said.strip().startswith("nvrx-sre: ")
+
+
+def test_the_traceback_is_there_for_who_asks(failing: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
+    """`--traceback` before the command shows it."""
+    failing.append(ZeroDivisionError("ours"))
+    assert entry.main(["--traceback", "doctor"]) == ExitCode.INTERNAL
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints the package's version."""
+    assert entry.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"nvrx-sre {__version__}"
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["doctor", "--nonsense"], ["doctor", "extra"]])
+def test_a_command_line_that_cannot_be_parsed_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Usage errors name the help."""
+    assert entry.main(arguments) == ExitCode.USAGE
+    assert "--help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(entry.COMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with a sentence that says what it does."""
+    assert entry.main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"nvrx-sre {name}" in shown and len(shown.splitlines()[2].strip()) > 20
+
+
+def test_the_list_of_commands_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    """`nvrx-sre --help` names all of them."""
+    assert entry.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in entry.COMMANDS)

@@ -1,0 +1,235 @@
+"""What a person sees: lines, progress, the reporter's promise never to hold up the launcher, final tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import threading
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from rich.console import Console
+
+from nvrx_sre.cli import final_tables, narrate, report
+from nvrx_sre.core.clock import NS_PER_S
+from nvrx_sre.events import schema
+from nvrx_sre.events.schema import Record, StepKind, StepsCommitted
+
+START_NS = 1_700_000_000 * NS_PER_S
+
+
+def _record(event: schema.Event, *, at_s: float = 0.0, rank: int | None = None, seq: int = 1) -> Record:
+    return Record(
+        run="demo", epoch=1, generation=1, rank=rank, seq=seq, time_ns=START_NS + round(at_s * NS_PER_S), event=event
+    )
+
+
+def _sample(cls: type[schema.Event]) -> schema.Event:
+    """An event with a value of the right kind in every field."""
+    values: dict[str, Any] = {}
+    for name, kind in get_type_hints(cls).items():
+        if isinstance(kind, type) and issubclass(kind, schema.StrEnum):
+            values[name] = next(iter(kind))
+        elif name.endswith("_ns"):
+            values[name] = START_NS
+        else:
+            known = {int: 3, float: 0.25, str: "text", bool: True, list[int]: [0, 1]}
+            values[name] = known.get(kind, {} if "dict" in str(kind) else None)
+    return cls(**values)
+
+
+def _steps(last_step: int, *, at_s: float, kind: StepKind = StepKind.NEW) -> Record:
+    event = dataclasses.replace(
+        _sample(StepsCommitted),
+        kind=kind,
+        first_step=last_step,
+        last_step=last_step,
+        started_ns=START_NS + round((at_s - 0.5) * NS_PER_S),
+        committed_ns=START_NS + round(at_s * NS_PER_S),
+        tokens=500,
+        loss=2.125,
+    )
+    return _record(event, at_s=at_s, seq=last_step)
+
+
+def _console() -> tuple[Console, io.StringIO]:
+    output = io.StringIO()
+    return Console(file=output, width=200, highlight=False, markup=False), output
+
+
+@pytest.mark.parametrize("name", sorted(schema.EVENT_TYPES))
+def test_every_event_has_a_line_or_none(name: str) -> None:
+    """A line is one line without raw field names, for any event of the closed set."""
+    line = narrate.narrate(_record(_sample(schema.EVENT_TYPES[name]), at_s=1.0, rank=1))
+    assert line is None or ("\n" not in line.text and line.text and "None" not in line.text)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        schema.FaultDetected,
+        schema.FaultInjected,
+        schema.IncidentClosed,
+        schema.CheckpointRejected,
+        schema.StateRestored,
+    ],
+)
+def test_faults_and_recoveries_are_always_told(event: type[schema.Event]) -> None:
+    """These are what a person watches for."""
+    assert narrate.narrate(_record(_sample(event), rank=1)) is not None
+
+
+def test_an_unknown_culprit_is_said() -> None:
+    """A hang in a collective has no known root: the line does not invent one."""
+    line = narrate.narrate(_record(_sample(schema.FaultDetected), rank=None))
+    assert line is not None and "unknown rank" in line.text
+
+
+@pytest.mark.parametrize(
+    ("value_s", "wanted"), [(None, "-"), (0.0031, "3.1 ms"), (0.2144, "0.214 s"), (12.34, "12.3 s")]
+)
+def test_durations_for_people(value_s: float | None, wanted: str) -> None:
+    """Three digits are enough, and a missing one is a dash."""
+    assert narrate.duration_text(value_s) == wanted
+
+
+def test_sizes_for_people() -> None:
+    """Decimal units."""
+    assert [narrate.bytes_text(value) for value in (17, 25_300, 8_123_456)] == ["17 B", "25.3 kB", "8.1 MB"]
+
+
+def test_progress_says_step_loss_rate_and_goodput() -> None:
+    """The four numbers of the bar."""
+    tally = report.ProgressTally()
+    tally.add(_record(_sample(schema.RunStarted), at_s=0.0, seq=0))
+    tally.add(_steps(12, at_s=1.0))
+    assert tally.text(300).startswith("step 12/300  loss 2.125  1,000 tokens/s  goodput ")
+
+
+def test_lines_elsewhere_than_a_terminal_are_few() -> None:
+    """A hundred aggregates in ten seconds give three progress lines: first, one later, last."""
+    console, output = _console()
+    with report.TerminalReporter(200, console) as reporter:
+        for step in range(1, 101):
+            reporter(_steps(step, at_s=step / 10))
+    lines = output.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/200", "51/200", "100/200"]
+
+
+def test_a_fault_is_shown_between_progress() -> None:
+    """Its line comes in order and whole."""
+    console, output = _console()
+    with report.TerminalReporter(None, console) as reporter:
+        reporter(_steps(1, at_s=0.1))
+        reporter(_record(_sample(schema.FaultDetected), at_s=0.2, rank=1, seq=2))
+    shown = output.getvalue()
+    assert shown.index("step 1") < shown.index("fault: exception")
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    """On a terminal the bar is drawn and gone at the end."""
+    output = io.StringIO()
+    console = Console(file=output, width=120, force_terminal=True, highlight=False, markup=False)
+    with report.TerminalReporter(10, console) as reporter:
+        reporter(_steps(5, at_s=1.0))
+    assert "step 5/10" in output.getvalue() and "━" in output.getvalue()
+
+
+class _StuckFile(io.StringIO):
+    """A terminal that does not read until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+        self.reached = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.reached.set()
+        self.released.wait()
+        return super().write(text)
+
+
+def test_a_terminal_that_does_not_read_never_holds_up_the_run() -> None:
+    """Records beyond the queue are dropped and counted; the call returns at once."""
+    file = _StuckFile()
+    reporter = report.TerminalReporter(10, Console(file=file, width=100))
+    reporter(_steps(1, at_s=0.0))
+    assert file.reached.wait(30)
+    for step in range(report.QUEUE_RECORDS + 10):
+        reporter(_steps(step, at_s=1.0))
+    assert reporter.num_dropped == 10
+    file.released.set()
+    reporter.close()
+
+
+class _GoneFile(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_terminal_that_is_gone_is_no_error() -> None:
+    """The run goes on in silence."""
+    reporter = report.TerminalReporter(10, report.QuietConsole(file=_GoneFile(), width=100))
+    for step in range(50):
+        reporter(_steps(step, at_s=float(step)))
+    reporter.close()
+    assert not any(thread.name == "nvrx-terminal" for thread in threading.enumerate())
+
+
+SUMMARY: dict[str, Any] = {
+    "run": "demo",
+    "exit_code": 0,
+    "steps": 300,
+    "high_water": 300,
+    "redone_steps": 91,
+    "final_loss": 2.5,
+    "goodput": {"training": 0.71, "durable": None},
+    "ledger": {"new": 20.0, "redo": 4.0, "halted": 0.0, "wall_s": 24.0},
+    "incidents": [
+        {
+            "fault": "hang",
+            "rank": None,
+            "step": 140,
+            "layer": "in_process",
+            "attempts": 1,
+            "detection_s": 4.0,
+            "outage_s": 4.2,
+            "resume_s": 4.1,
+            "rollback_steps": 0,
+            "verdict": "recovered",
+        },
+    ],
+    "saves": {
+        "hot": {"committed": 391, "failed": 0, "skipped": 2, "rejected": 0},
+        "durable": {"committed": 6, "failed": 0, "skipped": 0, "rejected": 1},
+        "blocking_s": 0.2,
+    },
+}
+
+
+def test_final_tables_show_the_summary(tmp_path: Path) -> None:
+    """Incidents, ledger, saves and places; a state that never was is left out."""
+    (tmp_path / "journal").mkdir()
+    console, output = _console()
+    final_tables.print_summary(SUMMARY, tmp_path, metrics_url="http://127.0.0.1:1/metrics", console=console)
+    shown = output.getvalue()
+    for wanted in ("hang", "in_process", "4.000 s", "recovered", "83.3%", "391", "exit 0", "journal", "/metrics"):
+        assert wanted in shown
+    assert "halted" not in shown and "spans" not in shown
+
+
+def test_final_tables_of_a_run_that_was_refused(tmp_path: Path) -> None:
+    """An empty summary still says where the run directory is."""
+    console, output = _console()
+    final_tables.print_summary({}, tmp_path, console=console)
+    assert str(tmp_path) in output.getvalue()
+
+
+def test_final_tables_bear_missing_keys(tmp_path: Path) -> None:
+    """A run that ended early has dashes, not an error."""
+    console, output = _console()
+    final_tables.print_summary({"run": "x", "incidents": [{}]}, tmp_path, console=console)
+    assert "Run x: exit -" in output.getvalue()

@@ -1,0 +1,117 @@
+"""From arguments and a file to `RunOptions`: precedence, defaults, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from nvrx_sre.cli.run_options import RunOptions, build_run_config, run_options
+from nvrx_sre.core.errors import UserError
+
+
+def _parse(*arguments: str) -> RunOptions:
+    """Options as a command would get them; raises what the command line would report."""
+    seen: list[RunOptions] = []
+
+    @click.command()
+    @run_options
+    def command(options: RunOptions) -> None:
+        seen.append(options)
+
+    command.main(list(arguments), standalone_mode=False)
+    return seen[0]
+
+
+def test_defaults_name_the_run_and_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without arguments a run lies in ./runs/train and lingers for its scraper."""
+    monkeypatch.chdir(tmp_path)
+    options = _parse()
+    assert (options.run, options.run_dir, options.linger) == ("train", tmp_path / "runs" / "train", True)
+
+
+def test_name_and_directory_derive_from_each_other(tmp_path: Path) -> None:
+    """Either is enough, and a directory's name is made valid."""
+    assert _parse("--run-dir", str(tmp_path / "My Run")).run == "my-run"
+    assert _parse("--name", "nightly").run_dir.name == "nightly"
+
+
+def test_a_bad_name_is_refused() -> None:
+    """The name is a label: its alphabet is fixed."""
+    with pytest.raises(UserError, match="not valid"):
+        _parse("--name", "No Spaces")
+
+
+def test_auto_capture_says_what_it_does() -> None:
+    """An option that stands for something says so."""
+    options = _parse("--hot-every", "auto")
+    assert options.hot_every == 1
+    assert "every step" in options.notices[0]
+    assert _parse("--hot-every", "5").notices == ()
+
+
+@pytest.mark.parametrize("value", ["-1", "often"])
+def test_a_bad_capture_interval_is_a_usage_error(value: str) -> None:
+    """Neither negative nor text."""
+    with pytest.raises(click.BadParameter):
+        _parse("--hot-every", value)
+
+
+def test_explicit_arguments_beat_the_file_beats_the_defaults(tmp_path: Path) -> None:
+    """Three sources, in that order."""
+    file = tmp_path / "run.toml"
+    file.write_text("[checkpoint]\nsave_every = 7\nkeep = 4\n[deadlines]\nstep_s = 9\n")
+    options = _parse("--config", str(file), "--keep", "5")
+    assert (options.save_every, options.keep, options.standbys) == (7, 5, 1)
+    assert options.limits.deadlines.step_s == 9.0
+
+
+def test_a_file_value_passes_the_checks_of_the_argument(tmp_path: Path) -> None:
+    """A fraction of a step, or a port out of range, is refused from a file as well."""
+    file = tmp_path / "run.toml"
+    for text in ("[checkpoint]\nsave_every = 1.5\n", "[metrics]\nport = 70000\n"):
+        file.write_text(text)
+        with pytest.raises(click.BadParameter):
+            _parse("--config", str(file))
+
+
+def test_faults_of_arguments_and_plan_add_up(tmp_path: Path) -> None:
+    """Both ways of naming faults may be used together."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("- sigkill@0:9\n")
+    options = _parse("--fault", "exception@1:4", "--fault-plan", str(plan))
+    assert options.fault_specs == ("exception@1:4", "sigkill@0:9")
+
+
+def test_no_linger_means_none() -> None:
+    """Zero seconds switch it off, a number sets the limit."""
+    assert not _parse("--metrics-linger", "0").linger
+    assert _parse("--metrics-linger", "3").limits.telemetry.metrics_linger_s == 3.0
+
+
+def test_bandwidth_is_given_in_megabytes() -> None:
+    """The option is for people, the configuration in bytes."""
+    assert _parse("--write-bandwidth", "2").write_bandwidth_bytes_s == 2e6
+
+
+def test_the_run_configuration_holds_the_options(tmp_path: Path) -> None:
+    """What was asked for is what the launcher is told."""
+    options = _parse("--run-dir", str(tmp_path / "r"), "--save-every", "9", "--start-fresh", "--summary", "s.json")
+    config = build_run_config(options, command=("script.py",), nproc=3, config_items={"a": "b"})
+    assert (config.nproc, config.min_world_size, config.save_every, config.start_fresh) == (3, 3, 9, True)
+    assert config.summary is not None and config.summary.is_absolute()
+
+
+def test_help_lists_every_option() -> None:
+    """The runner of click shows the help without error."""
+
+    @click.command()
+    @run_options
+    def command(options: RunOptions) -> None:
+        raise AssertionError(options)
+
+    shown = CliRunner().invoke(command, ["--help"]).output
+    for flag in ("--run-dir", "--fault-plan", "--metrics-linger", "--step-deadline", "--start-fresh"):
+        assert flag in shown
