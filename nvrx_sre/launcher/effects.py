@@ -62,7 +62,9 @@ class Effects:
             c.AssignRank: self._assign,
             c.OpenGeneration: self._open_generation,
             c.SendInterrupt: lambda command: self._send(command.child, wire.Interrupt(generation=command.generation)),
-            c.RequestStacks: lambda command: self._send(command.child, wire.StacksWanted(generation=command.generation)),
+            c.RequestStacks: lambda command: self._send(
+                command.child, wire.StacksWanted(generation=command.generation)
+            ),
             c.Kill: self._kill,
             c.GrantSlots: self._grant,
             c.DropSlots: lambda command: self.slots.drop(),
@@ -101,7 +103,9 @@ class Effects:
         name = command.role if command.rank is None else f"rank-{command.rank:05d}"
         log = self._directory.logs / f"{name}-attempt-{command.attempt:04d}-{command.child}.log"
         try:
-            child = process.spawn(command.child, command.role, self._arguments(command), self._environment(command), log)
+            child = process.spawn(
+                command.child, command.role, self._arguments(command), self._environment(command), log
+            )
         except OSError as error:
             self._emit_spawn_failure(command, error)
             return
@@ -237,9 +241,7 @@ class Effects:
         try:
             discover.add_fence(self._directory.path, command.generation, command.step)
         except errors.StorageError as error:
-            failure = SaveFailed(
-                step=command.step, tier=Tier.DURABLE, reason=SaveFailure.STORAGE, message=str(error)
-            )
+            failure = SaveFailed(step=command.step, tier=Tier.DURABLE, reason=SaveFailure.STORAGE, message=str(error))
             self._emit(failure, command.generation, None)
         self.slots.publish(command.step)
 
@@ -247,10 +249,15 @@ class Effects:
         self.stop = command
 
 
+def parent_environment() -> dict[str, str]:
+    """The launcher's own environment: what children inherit, and whose secrets are masked in telemetry."""
+    return dict(os.environ)
+
+
 def child_environment(nproc: int) -> dict[str, str]:
     """Environment of every child: ours, without another launcher's rank variables, threads shared out."""
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in dropped}
+    environment = {key: value for key, value in parent_environment().items() if key not in dropped}
     if nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun does the same: ranks share the cores
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import shutil
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -36,11 +37,12 @@ from nvrx_sre.events.schema import (
     RunStarted,
 )
 from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.effects import parent_environment
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
 from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
 from nvrx_sre.policy.history import History
-from nvrx_sre.telemetry.hub import Telemetry
+from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
 
 Sink = Callable[[Record], None]
 
@@ -124,15 +126,18 @@ def _run_epoch(
     clock = SystemClock()
     history = History()
     telemetry = Telemetry(
-        run=config.run,
-        run_dir=directory.path,
-        epoch=epoch.number,
-        limits=config.limits,
-        otlp_endpoint=config.otlp_endpoint,
-        metrics_host=config.metrics_host,
-        metrics_port=config.metrics_port,
-        sinks=tuple(sinks),
-        clock=clock,
+        TelemetryConfig(
+            run=config.run,
+            run_dir=directory.path,
+            epoch=epoch.number,
+            limits=config.limits,
+            otlp_endpoint=config.otlp_endpoint,
+            metrics_host=config.metrics_host,
+            metrics_port=config.metrics_port,
+            environment=parent_environment(),
+            sinks=tuple(sinks),
+        ),
+        clock,
     )
     try:
         telemetry.replay(past.records)
@@ -204,6 +209,7 @@ def _machine_config(config: RunConfig) -> MachineConfig:
         hot_every=config.hot_every,
         save_every=config.save_every,
         keep=config.keep,
+        node=socket.gethostname(),
     )
 
 
