@@ -168,6 +168,9 @@ class Ledger:
         self._now_ns = max(self._now_ns, record.time_ns)
         self._book(gap, self._now_ns)
         self._epoch = record.epoch
+        if isinstance(record.event, schema.BudgetReset):  # an operator's epoch: no launcher lives in it
+            self._ended = gap
+            return
         self._activities.clear()
         self._idle = _Activity.INIT
         self._tearing_down = self._finished = False

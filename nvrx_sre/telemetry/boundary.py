@@ -25,7 +25,7 @@ _Item = TypeVar("_Item")
 
 
 class Boundary:
-    """Counts what telemetry drops and what fails in it. `note` gets a line now and then; it may fail too."""
+    """Counts what telemetry drops and what fails in it. `note` gets a line now and then; it only queues it."""
 
     def __init__(self, clock: Clock, note: Callable[[str], None] | None = None) -> None:
         self._clock = clock
@@ -53,11 +53,7 @@ class Boundary:
                 return
             self._noted_ns[component] = now_ns
             count = self._errors[component]
-        try:
-            self._note(f"telemetry: {component} failed ({count} so far), training goes on: {message}")
-        except Exception:  # noqa: BLE001  # a note about a failure must not become one
-            with self._lock:
-                self._errors[Component.LOG] += 1
+        self._note(f"telemetry: {component} failed ({count} so far), training goes on: {message}")
 
     def dropped(self, component: Component, count: int = 1) -> None:
         """Count items of `component` that were dropped."""

@@ -30,6 +30,9 @@ from nvrx_sre.goodput.verdict import FINAL_STATES, run_state_after
 
 LAUNCHER_LOST = "launcher_lost"
 """`error.type` of what a launcher's death cut short."""
+_ORDERLY = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+_AFTER_END = (schema.LauncherStopped, schema.IncidentClosed, schema.ProgressResumed, schema.BudgetReset)
+"""Records that begin no new run span."""
 Attributes = dict[str, str | int | float | bool]
 
 
@@ -152,7 +155,7 @@ class SpanFold:
             if self._epoch:
                 finished += self._close_working(self._last_ns, LAUNCHER_LOST)
             self._epoch = record.epoch
-        if self._run is None and not isinstance(record.event, (schema.LauncherStopped, schema.IncidentClosed)):
+        if self._run is None and not isinstance(record.event, _AFTER_END):
             self._run = self._open("nvrx.run", None, record.time_ns, ("run", record.epoch if self._last_ns else 0))
         self._last_ns = max(self._last_ns, record.time_ns)
         handler = self._handlers.get(type(record.event))
@@ -333,7 +336,7 @@ class SpanFold:
         return self._end_run(record, event.exit_code)
 
     def _end_run(self, record: Record, exit_code: int) -> list[FinishedSpan]:
-        error_type = None if exit_code == ExitCode.FINISHED else f"exit_{exit_code}"
+        error_type = None if exit_code in _ORDERLY else f"exit_{exit_code}"
         finished = self._close_working(record.time_ns, error_type)
         if self._run is not None and run_state_after(exit_code) in FINAL_STATES:
             self._run.attributes["nvrx.exit_code"] = exit_code
@@ -362,24 +365,24 @@ def _fault_attributes(record: Record, event: schema.FaultDetected) -> Attributes
 class SpanFile:
     """spans.jsonl: finished spans, one JSON object a line, each span once.
 
-    Opening cuts a torn last line and learns the ids that are there. Raises `OSError` when the disk refuses.
+    The first write cuts a torn last line and learns the ids that are there: a replay gives the same ids, and
+    the fold itself gives none twice. Raises `OSError` when the disk refuses.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._written: set[str] | None = None
+        self._known: set[str] | None = None
 
     def write(self, spans: Sequence[FinishedSpan]) -> None:
         """Append the spans that the file does not hold yet. Blocks for the write, not for the disk."""
-        if self._written is None:
-            self._written = self._read_ids()
-        new = [span for span in spans if span.span_id not in self._written]
+        if self._known is None:
+            self._known = self._read_ids()
+        new = [span for span in spans if span.span_id not in self._known]
         if not new:
             return
         content = "".join(json.dumps(span.to_dict()) + "\n" for span in new)
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(content)
-        self._written.update(span.span_id for span in new)
 
     def _read_ids(self) -> set[str]:
         if not self._path.exists():

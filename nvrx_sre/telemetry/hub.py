@@ -1,0 +1,263 @@
+"""The facade that the launcher's shell holds: one record in, every view of it updated.
+
+    record -> redactor -> journal -> ledger, incidents, summary -> metrics -> spans -> log -> extra sinks
+
+Journal, spans, OTLP, log and extra sinks have threads and bounded queues of their own, so recording costs
+the loop the folds and a few appends. Whatever fails ends at one boundary (`telemetry.boundary`): counted,
+noted at most once a minute, training untouched (failure case C52).
+
+Usage: construct (raises `UserError` for an explicit port that is busy), `replay` the journal, then `record`
+each event. Thread safety: `replay`, `record`, `loop_turned`, `close` from the launcher's loop; the endpoint
+reads from its own threads. Must not: raise after construction, decide anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nvrx_sre.core.atomic import PRIVATE_FILE_MODE, make_private_directory
+from nvrx_sre.core.clock import Clock, SystemClock, to_ns
+from nvrx_sre.core.limits import Limits
+from nvrx_sre.events.journal import JournalWriter, read_journal
+from nvrx_sre.events.schema import IncidentClosed, ProgressResumed, Record
+from nvrx_sre.goodput.incidents import FollowUp, IncidentTracker
+from nvrx_sre.goodput.ledger import Ledger
+from nvrx_sre.goodput.summary import SummaryFold
+from nvrx_sre.telemetry.boundary import Boundary, SinkThread
+from nvrx_sre.telemetry.catalog import Component
+from nvrx_sre.telemetry.endpoint import MetricsServer
+from nvrx_sre.telemetry.logs import EventLog
+from nvrx_sre.telemetry.metrics import MetricsFold, MetricSources
+from nvrx_sre.telemetry.otlp import OtlpSink
+from nvrx_sre.telemetry.redact import Redactor
+from nvrx_sre.telemetry.spans import FinishedSpan, SpanFile, SpanFold
+
+SCRAPE_SYNC_S = 2.0
+"""Longest wait of a scrape for the journal; beyond it counters stay at the last synced values."""
+SCRAPES_AFTER_END = 2
+"""Scrapes that must have seen the terminal state before the endpoint goes (DESIGN section 5)."""
+
+Sink = Callable[[Record], None]
+LogItem = tuple[Record, tuple[str, str] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """Where the telemetry of one launcher goes."""
+
+    run: str
+    run_dir: Path
+    epoch: int
+    limits: Limits = field(default_factory=Limits)
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    """Explicit port, or None for a free one."""
+    otlp_endpoint: str | None = None
+    """OTLP/HTTP traces URL, or None for no export."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Whose secret variables are masked wherever their values appear."""
+    sinks: tuple[Sink, ...] = ()
+    """Further views of live records (a terminal reporter), called on a thread of their own."""
+
+
+class Telemetry:
+    """All views of one launcher's records. Raises `UserError` if an explicit metrics port cannot be bound."""
+
+    def __init__(self, config: TelemetryConfig, clock: Clock | None = None) -> None:
+        self.run = config.run
+        self.run_dir = config.run_dir
+        self.limits = config.limits
+        self.clock = clock or SystemClock()
+        self._lock = threading.RLock()
+        self._ready = False
+        self._turned_ns = self.clock.monotonic_ns()
+        self._pending: list[FollowUp] = []
+        self._log: EventLog | None = None
+        self.redactor = Redactor.from_environment(config.environment)
+        self.boundary = Boundary(self.clock, self._note)
+        self.ledger = Ledger()
+        self.tracker = IncidentTracker(self.run, self.limits.caps)
+        self.summary_fold = SummaryFold(self.run, self.ledger, self.tracker)
+        self.spans = SpanFold(self.run, self.tracker)
+        sources = MetricSources(
+            sync=lambda: self.journal.sync(SCRAPE_SYNC_S),
+            dropped=self.num_dropped,
+            errors=self.num_errors,
+            lock=self._lock,
+        )
+        self.metrics = MetricsFold(self.run, self.ledger, self.tracker, self.clock, self.limits, sources)
+        # Before any thread or file: a port that is taken must leave nothing behind.
+        self.server = MetricsServer(
+            self.metrics.registry,
+            config.metrics_host,
+            config.metrics_port,
+            self._is_healthy,
+            self._is_ready,
+            self.clock,
+        )
+        self.journal = JournalWriter(self.run_dir / "journal", self.run, config.epoch, limits=self.limits.telemetry)
+        self._log_sink: SinkThread[LogItem] = SinkThread(Component.LOG, self._write_log, self.boundary)
+        self._note_sink: SinkThread[str] = SinkThread(Component.LOG, self._write_notes, self.boundary)
+        self._span_sinks = self._create_span_sinks(config)
+        self._reporters = [
+            SinkThread[Record](Component.REPORTER, _each(sink, self.boundary), self.boundary) for sink in config.sinks
+        ]
+        self.server.start(lambda message: self.boundary.failed(Component.METRICS, message))
+
+    def _create_span_sinks(self, config: TelemetryConfig) -> list[SinkThread[FinishedSpan]]:
+        file = SpanFile(self.run_dir / "spans.jsonl")
+        sinks: list[SinkThread[FinishedSpan]] = [SinkThread(Component.SPANS, file.write, self.boundary)]
+        if config.otlp_endpoint is not None:
+            resource = {"nvrx.run": self.run, "service.instance.id": f"{self.run}/{config.epoch}"}
+            otlp = OtlpSink(config.otlp_endpoint, self.limits.telemetry.exporter_timeout_s, resource)
+            sinks.append(SinkThread(Component.OTLP, otlp.write, self.boundary))
+        return sinks
+
+    # --- what the launcher calls --------------------------------------------------------------------------
+
+    @property
+    def metrics_url(self) -> str:
+        """Where Prometheus scrapes."""
+        return self.server.url
+
+    @property
+    def metrics_port(self) -> int:
+        """The real port."""
+        return self.server.port
+
+    def replay(self, records: Iterable[Record] | None = None) -> None:
+        """Fold what earlier launchers recorded (default: this run's journal), then answer scrapes.
+
+        What the last launcher had still to emit when it died is returned by the first `record`.
+        """
+        directory = self.run_dir / "journal"
+        if records is None:
+            records = read_journal(directory) if directory.is_dir() else ()
+        self.boundary.call(Component.JOURNAL, self._replay, records)
+        self.boundary.call(Component.METRICS, self.metrics.mark_synced)
+        self._ready = True
+
+    def _replay(self, records: Iterable[Record]) -> None:
+        for record in records:
+            if self._pending and isinstance(record.event, (ProgressResumed, IncidentClosed)):
+                self._pending.pop(0)
+            self._pending += self._fold(record)
+
+    def record(self, record: Record) -> list[FollowUp]:
+        """Take one live record into every view; returns events to stamp and record next, with their rank.
+
+        Never raises, never waits for a disk, a terminal or a collector.
+        """
+        record = self.boundary.call(Component.FOLD, self.redactor.record, record) or record
+        self.boundary.call(Component.JOURNAL, self.journal.append, record)
+        pending, self._pending = self._pending, []
+        follow_ups = pending + self._fold(record)
+        self.boundary.call(Component.LOG, self._log_sink.submit, (record, self.spans.current_trace))
+        for reporter in self._reporters:
+            self.boundary.call(Component.REPORTER, reporter.submit, record)
+        return follow_ups
+
+    def loop_turned(self) -> None:
+        """The launcher's main loop turned: feeds the heartbeat series and `/healthz`."""
+        self._turned_ns = self.clock.monotonic_ns()
+        self.boundary.call(Component.METRICS, self.metrics.loop_turned, self.clock.wall_ns())
+
+    def sync(self, timeout_s: float) -> bool:
+        """Wait until everything recorded so far is on disk; False if it took longer than `timeout_s`."""
+        return bool(self.boundary.call(Component.JOURNAL, self.journal.sync, timeout_s))
+
+    def summary(self, now_ns: int) -> dict[str, Any]:
+        """The run's summary so far (`now_ns`: wall time)."""
+        with self._lock:
+            dropped = sum(self.num_dropped().values())
+            return self.summary_fold.to_dict(now_ns, dropped=dropped, spans=self.spans.num_finished)
+
+    def linger(self, timeout_s: float) -> bool:
+        """After a terminal exit: keep answering until two more scrapes came, at most `timeout_s`.
+
+        Returns at once if nobody ever scraped. True if the end was seen.
+        """
+        return self.server.num_scrapes > 0 and self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s)
+
+    def close(self) -> None:
+        """Flush every sink, each within its bound, and stop the endpoint. Never raises."""
+        bound_s = self.limits.telemetry.exporter_timeout_s
+        closers: list[Callable[[float], object]] = [reporter.close for reporter in self._reporters]
+        closers += [self._log_sink.close, *(sink.close for sink in self._span_sinks), self.journal.close]
+        for close in [*closers, self._note_sink.close]:
+            self.boundary.call(Component.OTHER, close, bound_s)
+        self.boundary.call(Component.METRICS, self.server.close)
+        if self._log is not None:
+            self.boundary.call(Component.LOG, self._log.close)
+
+    def num_dropped(self) -> dict[Component, int]:
+        """Items dropped by component, the journal's included."""
+        counts = self.boundary.num_dropped()
+        counts[Component.JOURNAL] += self.journal.num_dropped
+        return counts
+
+    def num_errors(self) -> dict[Component, int]:
+        """Failures swallowed by component, the journal's included."""
+        counts = self.boundary.num_errors()
+        counts[Component.JOURNAL] += self.journal.num_errors
+        return counts
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _fold(self, record: Record) -> list[FollowUp]:
+        """The pure folds, in their order, under the lock of the scraping threads."""
+        with self._lock:
+            self.boundary.call(Component.FOLD, self.ledger.apply, record)
+            follow_ups = self.boundary.call(Component.FOLD, self.tracker.apply, record) or []
+            self.boundary.call(Component.FOLD, self.summary_fold.apply, record)
+            finished = self.boundary.call(Component.SPANS, self.spans.apply, record) or []
+            self.boundary.call(Component.METRICS, self.metrics.apply, record)
+            self.boundary.call(Component.METRICS, self.metrics.spans_finished, len(finished))
+        for span in finished:
+            for sink in self._span_sinks:
+                self.boundary.call(Component.SPANS, sink.submit, span)
+        return follow_ups
+
+    def _is_healthy(self) -> bool:
+        return self.clock.monotonic_ns() - self._turned_ns < to_ns(self.limits.telemetry.loop_unhealthy_s)
+
+    def _is_ready(self) -> bool:
+        return self._ready
+
+    def _open_log(self) -> EventLog:
+        if self._log is None:
+            directory = self.run_dir / "logs"
+            make_private_directory(directory)
+            path = directory / "launcher.log"
+            path.touch(mode=PRIVATE_FILE_MODE)
+            # Line buffered: a reader follows it, and a SIGKILL loses nothing.
+            stream = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by `close`
+            self._log = EventLog(stream, self.redactor)
+        return self._log
+
+    def _write_log(self, items: Sequence[LogItem]) -> None:
+        log = self._open_log()
+        for record, trace in items:
+            log.write(record, *(trace or ()))
+
+    def _note(self, text: str) -> None:
+        self._note_sink.submit(text)
+
+    def _write_notes(self, texts: Sequence[str]) -> None:
+        log = self._open_log()
+        for text in texts:
+            log.note(text)
+
+
+def _each(sink: Sink, boundary: Boundary) -> Callable[[Sequence[Record]], None]:
+    """Call `sink` for every record of a batch; one that fails does not cost the others."""
+
+    def handle(batch: Sequence[Record]) -> None:
+        for record in batch:
+            boundary.call(Component.REPORTER, sink, record)
+
+    return handle
