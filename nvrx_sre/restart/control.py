@@ -117,6 +117,8 @@ class RankControl:
                     go = self._go
                     assert go is not None
                     self._generation = go.generation
+                    # Counted from the same point on every rank, old process or new: the launcher compares them.
+                    self.step = self.progress = 0
                     return go
                 skipped, generation = self._interrupted, self._interrupted + 1
             self.send(wire.Acked(generation=skipped, mono_ns=self.clock.monotonic_ns()))
