@@ -40,8 +40,6 @@ class RootFault:
     exit_code: int | None = None
     signal: int | None = None
     min_layer: Layer = Layer.IN_PROCESS
-    is_silent: bool = False
-    """The root does not turn any more (stopped, or the interpreter is held)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +94,13 @@ class Faults:
         )
 
     def on_hang(self, hang: Hang, was_kept: bool) -> RootFault:
-        """No progress. `was_kept`: the root went through an in-process restart and has committed nothing since."""
+        """No progress. `was_kept`: the root came into this generation through an in-process restart.
+
+        A root that is silent cannot be interrupted, and one that hangs before the first commit after an
+        in-process restart was not cured by it: both go to layer worker.
+        """
         at = hang.root or hang.child
-        lift = hang.root is not None and was_kept and self._commits.num_committed == 0
+        lift = hang.is_root_silent or (was_kept and self._commits.num_committed == 0)
         return RootFault(
             fault=FaultClass.HANG,
             detector=Detector.DEADLINE,
@@ -108,7 +110,6 @@ class Faults:
             evidence_ns=at.progressed_ns,
             message=f"no progress in {at.phase.value} for {hang.child.limit_s:g} s",
             min_layer=Layer.WORKER if lift else Layer.IN_PROCESS,
-            is_silent=hang.is_root_silent,
         )
 
     def on_stuck(self, child: Child) -> RootFault:
