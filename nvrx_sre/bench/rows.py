@@ -1,0 +1,125 @@
+"""Rows of a benchmark: one shape for every question, so that results can be put beside each other.
+
+A row is {bench, contestant, case, ranks, n, median, p95, max, unit, note}; `machine_row` says in the same
+shape where the figures come from. Pure but for `machine_row`, which asks the system, and `write_json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import psutil
+
+from nvrx_sre.core.atomic import write_bytes_atomically
+
+MACHINE = "machine"
+"""`bench` of the row that describes the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured case. `n` samples; `median`, `p95`, `max` in `unit`; `ranks` 0 where there are none."""
+
+    bench: str
+    contestant: str
+    case: str
+    ranks: int
+    n: int
+    median: float
+    p95: float
+    max: float
+    unit: str
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return dataclasses.asdict(self)
+
+
+class RowLabels(TypedDict):
+    """What a row says beside its figures."""
+
+    bench: str
+    contestant: str
+    case: str
+    ranks: int
+    unit: str
+    note: str
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """The smallest sample that at least `share` (0..1) of all samples do not exceed (nearest rank)."""
+    if not samples:
+        raise ValueError("no samples")
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def summarize(samples: Sequence[float], **labels: Unpack[RowLabels]) -> Row:
+    """The row of `samples`. Raises `ValueError` if there are none."""
+    return Row(
+        n=len(samples),
+        median=statistics.median(samples),
+        p95=percentile(samples, 0.95),
+        max=max(samples),
+        **labels,
+    )
+
+
+def machine_row() -> Row:
+    """Where the figures were measured: processor, cores that this process may use, memory, versions."""
+    memory_gib = psutil.virtual_memory().total / 2**30
+    note = (
+        f"{_processor()}, {memory_gib:.0f} GiB, {platform.system()} {platform.release()}, "
+        f"Python {platform.python_version()}"
+    )
+    cores = len(os.sched_getaffinity(0))
+    return Row(
+        bench=MACHINE,
+        contestant="",
+        case="cores",
+        ranks=0,
+        n=1,
+        median=cores,
+        p95=cores,
+        max=cores,
+        unit="cores",
+        note=note,
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """Write `rows` as a JSON list, the machine's row added if it is missing. Raises `StorageError`."""
+    every = list(rows)
+    if not any(row.bench == MACHINE for row in every):
+        every.append(machine_row())
+    text = json.dumps([row.to_dict() for row in every], indent=1) + "\n"
+    write_bytes_atomically(path, text.encode(), durable=False)
+
+
+def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Header and one line of texts a row, for any renderer."""
+    header = tuple(item.name for item in dataclasses.fields(Row))
+    return [header, *(tuple(_text(value) for value in row.to_dict().values()) for row in rows)]
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
