@@ -15,7 +15,6 @@ BROAD_EXCEPTS: dict[str, str] = {
     "session/bootstrap.py:main": "outermost boundary of a child's process: the user's code may raise anything",
     "restart/wrapper.py:Restarter._run_generation": "boundary of the training function: whatever it raises is a fault",
     "telemetry/boundary.py:Boundary.call": "boundary of telemetry: a failure there is counted and never passes",
-    "telemetry/boundary.py:Boundary.failed": "the same, where a failure is noted",
     "cli/main.py:main": "outermost boundary of the program: one line and an exit code for whatever arrives",
 }
 """Boundary -> why it may catch everything. The style guide names what such a boundary is."""
