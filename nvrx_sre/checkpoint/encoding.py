@@ -30,14 +30,14 @@ BigTensors = Callable[[str, torch.Tensor], None]
 
 def encode(value: Any, name: str, big: BigTensors) -> Any:
     """JSON-ready form of `value`, called `name` in messages and as prefix of big tensors' names."""
+    if isinstance(value, np.ndarray | np.generic):  # first: numpy.float64 is a float
+        return _encode_array(np.asarray(value), isinstance(value, np.generic), name)
     if value is None or isinstance(value, bool | int | str):
         return value if type(value) in (bool, int, str, type(None)) else _plain(value, name)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, name, big)
-    if isinstance(value, np.ndarray | np.generic):
-        return _encode_array(np.asarray(value), isinstance(value, np.generic), name)
     if isinstance(value, bytes | bytearray):
         return {"$bytes": _text(bytes(value))}
     if isinstance(value, tuple):
