@@ -72,7 +72,7 @@ class SummaryFold:
             schema.StepsCommitted: self._on_steps_committed,
             schema.SaveCommitted: lambda _: self._count(Tier.DURABLE, "committed"),
             schema.SaveFailed: lambda event: self._count(event.tier, "failed"),
-            schema.SaveSkipped: lambda event: self._count(event.tier, "skipped"),
+            schema.SaveSkipped: self._on_save_skipped,
             schema.CheckpointRejected: lambda event: self._count(event.tier, "rejected"),
             schema.ReplayDiverged: self._on_replay_diverged,
             schema.RunFinished: self._on_run_finished,
@@ -136,6 +136,11 @@ class SummaryFold:
         self._blocking_s += event.checkpoint_block_s
         self._saves[Tier.HOT.value]["committed"] += event.hot_captured
         self._saves[Tier.HOT.value]["skipped"] += event.hot_skipped
+
+    def _on_save_skipped(self, event: schema.SaveSkipped) -> None:
+        """Hot skips come with `StepsCommitted`."""
+        if event.tier is Tier.DURABLE:
+            self._count(event.tier, "skipped")
 
     def _on_replay_diverged(self, _: schema.ReplayDiverged) -> None:
         self._mismatches += 1

@@ -20,7 +20,7 @@ edit. A test compares the two.
 
 Every series carries `{RUN_LABEL}`. Label values are closed sets, all exported from the first scrape on: {{families}}
 families, {{series}} series a run, whatever happens. A timestamp is in seconds since the Unix epoch, 0 where it
-never happened. Definitions of the numbers: DESIGN section 4 and [ARCHITECTURE](../ARCHITECTURE.md).
+never happened. Definitions of the numbers are in [ARCHITECTURE](../ARCHITECTURE.md).
 """
 
 
