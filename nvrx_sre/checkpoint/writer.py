@@ -29,6 +29,7 @@ from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import CheckpointCorrupt, StorageError, UserError
 from nvrx_sre.core.processes import start_ticks
+from nvrx_sre.core.slow_storage import slow_storage_s
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import SaveFailure
 
@@ -146,8 +147,12 @@ class Writer:
         from nvrx_sre.checkpoint.storage import WriteOptions
 
         return WriteOptions(
-            bandwidth_bytes_s=self._config.bandwidth_bytes_s, delay_per_file_s=self._config.delay_per_file_s
+            bandwidth_bytes_s=self._config.bandwidth_bytes_s, delay_per_file_s=self._delay_per_file_s()
         )
+
+    def _delay_per_file_s(self) -> float:
+        """Injected slowness: of the command line, or of a `slow_storage` fault since."""
+        return max(self._config.delay_per_file_s, slow_storage_s(self._config.run_dir))
 
     def _retain(self, keep: int) -> None:
         """Old checkpoints go after the save is verified; a failure here costs disk space, not the save."""
@@ -238,4 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not a normal exit: torch's teardown takes seconds and has nothing left to do.
+    os._exit(code)

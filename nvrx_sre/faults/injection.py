@@ -29,10 +29,13 @@ from typing import Protocol, runtime_checkable
 
 from nvrx_sre.core.errors import InternalError
 from nvrx_sre.faults.plan import FaultKind, FaultSpec
-from nvrx_sre.faults.storage import slow_down_storage
+from nvrx_sre.core.slow_storage import slow_down_storage
 
 NOMINAL_STEP_S = 0.1
 """Stands for the usual step time where the caller does not know it (seconds)."""
+VERIFY_WAIT_S = 30.0
+"""Longest wait of `corrupt_checkpoint` for the newest checkpoint's verification (seconds)."""
+VERIFY_POLL_S = 0.02
 _MUTEX_BYTES = 128
 """Room for a pthread_mutex_t (40 bytes with glibc on x86-64, 48 on arm64)."""
 _CHECKPOINT = re.compile(r"step-(\d{8})-g(\d{5})")
@@ -153,8 +156,28 @@ def _poison(spec: FaultSpec, actions: InjectionActions) -> None:
     actions.poison_loss()
 
 
+def _wait_verified(run_dir: Path) -> Path | None:
+    """Newest checkpoint once the writer has verified it, so that the damage is found by the restore, not by the writer.
+
+    Waits at most `VERIFY_WAIT_S`; then the newest as it is.
+    """
+    for _ in range(round(VERIFY_WAIT_S / VERIFY_POLL_S)):
+        directory = newest_checkpoint(run_dir)
+        if directory is None or directory.name in _verified(run_dir):
+            return directory
+        threading.Event().wait(VERIFY_POLL_S)
+    return newest_checkpoint(run_dir)
+
+
+def _verified(run_dir: Path) -> set[str]:
+    try:
+        return set(json.loads((run_dir / "checkpoints" / "verified.json").read_bytes()))
+    except FileNotFoundError:
+        return set()
+
+
 def _corrupt_checkpoint(spec: FaultSpec, actions: InjectionActions) -> None:
-    directory = newest_checkpoint(actions.run_dir)
+    directory = _wait_verified(actions.run_dir)
     if directory is None:
         raise InternalError(f"planned fault {spec}: there is no committed checkpoint yet in {actions.run_dir}")
     shards = sorted(directory.glob(f"__{actions.rank}_*.distcp"))

@@ -129,7 +129,7 @@ class Effects:
         if command.role is Role.WRITER:
             arguments = ["-m", "nvrx_sre.checkpoint.writer", str(self._directory.path), self._config.run]
             rate = self._config.write_bandwidth_bytes_s
-            return arguments + ([f"--write-bandwidth={rate}"] if rate else [])
+            return arguments + ([f"--bandwidth-bytes-s={rate}"] if rate else [])
         return ["-m", "nvrx_sre.session.bootstrap", *self._config.command]
 
     def _environment(self, command: c.Spawn) -> dict[str, str]:

@@ -112,7 +112,8 @@ class Progress:
 
     def deadline_ns(self) -> int | None:
         """When the job is judged hung, None if no rank is under a deadline."""
-        return min((when for when, _ in self._verdicts()), default=None)
+        verdicts = self._verdicts()
+        return min(when for when, _ in verdicts) if verdicts else None
 
     def judge(self, now_ns: int) -> Hang | None:
         """The hang, if a deadline has passed that no peer's phase excuses."""
@@ -130,6 +131,8 @@ class Progress:
             return []
         armed = [(child.deadline_ns, child) for child in self._running() if child.deadline_ns is not None]
         excuses = [(when, child) for when, child in armed if child.phase is not Phase.STEP]
+        if not excuses:
+            return armed  # the common case, on the launcher's hot path
         return [
             (max([when, *(until for until, peer in excuses if not _is_ahead(peer, child))]), child)
             for when, child in armed

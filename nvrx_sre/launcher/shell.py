@@ -107,6 +107,7 @@ class Shell:
     def run(self) -> c.Stop:
         """Block until the run ends; the terminal command. Ends every child, also on an unexpected error."""
         try:
+            self.effects.restorables.clear_interrupted()
             self._apply(self._machine.start(self._clock.monotonic_ns()))
             while self.effects.stop is None:
                 self._turn()
