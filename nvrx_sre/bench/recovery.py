@@ -15,6 +15,7 @@ Blocking: minutes; starts processes and waits for them. Must not: run anything e
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -161,9 +162,7 @@ def from_stamps(ranks: Sequence[Sequence[Stamp]], save_every: int) -> Measured:
         first_new_ns = [_first_after(stamps, "step", fault).ns for stamps in ranks]
         restored = _first_after(ranks[0], "restored", fault)
         recoveries.append(
-            Recovery(
-                total_s=seconds(max(first_new_ns) - fault.ns), redone_steps=max(0, fault.step - 1 - restored.step)
-            )
+            Recovery(total_s=seconds(max(first_new_ns) - fault.ns), redone_steps=max(0, fault.step - 1 - restored.step))
         )
     return Measured(
         recoveries=tuple(recoveries),
@@ -182,10 +181,9 @@ def _first_after(stamps: Sequence[Stamp], kind: str, fault: Stamp) -> Stamp:
 
 def _median_step_s(stamps: Sequence[Stamp], save_every: int) -> float:
     """Median time between two steps without a save between them."""
-    pairs = zip(stamps, stamps[1:], strict=False)
     return statistics.median(
         seconds(later.ns - earlier.ns)
-        for earlier, later in pairs
+        for earlier, later in itertools.pairwise(stamps)
         if earlier.kind == later.kind == "step" and earlier.step % save_every
     )
 
@@ -214,9 +212,7 @@ def _rows(contestant: str, case: str, config: BenchConfig, measured: Measured) -
         f"{case} total": [item.total_s for item in measured.recoveries],
     }
     return [
-        summarize(
-            samples, bench=BENCH, contestant=contestant, case=name, ranks=config.ranks, unit="s", note=note
-        )
+        summarize(samples, bench=BENCH, contestant=contestant, case=name, ranks=config.ranks, unit="s", note=note)
         for name, samples in values.items()
     ]
 
@@ -271,7 +267,12 @@ def _execute(command: Sequence[str], log: Path) -> None:
     """Run to the end with output to `log`. Raises `InternalError` with the log's end if it fails."""
     with log.open("wb") as output:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=RUN_TIMEOUT_S,
+            check=False,
         )
     if done.returncode != 0:
         tail = " | ".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])

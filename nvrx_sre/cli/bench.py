@@ -5,15 +5,14 @@ Rows are {bench, contestant, case, ranks, n, median, p95, max, unit, note}, and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 from rich import box
 from rich.table import Table
 
+from nvrx_sre.bench import rows
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.core.errors import UserError
 
@@ -26,7 +25,9 @@ def command() -> None:
 
 
 @command.command("recovery")
-@click.option("--faults", type=click.IntRange(1), default=30, show_default=True, metavar="N", help="Faults of each case.")
+@click.option(
+    "--faults", type=click.IntRange(1), default=30, show_default=True, metavar="N", help="Faults of each case."
+)
 @click.option(
     "--peer-faults",
     type=click.IntRange(0),
@@ -59,3 +60,24 @@ def telemetry(json_path: Path | None) -> int:
 
     _check_writable(json_path)
     return _show(question.measure(), json_path)
+
+
+def _check_writable(json_path: Path | None) -> None:
+    """Raise `UserError` now rather than after minutes of measuring."""
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise UserError(f"cannot write {json_path}: there is no such folder")
+
+
+def _show(measured: Sequence[rows.Row], json_path: Path | None) -> int:
+    """Print the rows, the machine's last, and write them where that was asked for."""
+    every = [*(row for row in measured if row.bench != rows.MACHINE), rows.machine_row()]
+    header, *lines = rows.table(every)
+    table = Table(*header, box=box.SIMPLE_HEAD, pad_edge=False)
+    for line in lines:
+        table.add_row(*line)
+    console = make_console()
+    console.print(table)
+    if json_path is not None:
+        rows.write_json(json_path, every)
+        console.print(f"rows: {json_path}")
+    return 0

@@ -31,7 +31,7 @@ def print_summary(
     if summary:
         console.print()
         _print_incidents(console, summary.get("incidents") or [])
-        _print_ledger(console, summary.get("ledger") or {})
+        _print_ledger(console, summary.get("ledger") or {}, summary.get("wall_s"))
         _print_saves(console, summary.get("saves") or {})
         _print_result(console, summary)
     _print_places(console, run_dir, metrics_url)
@@ -40,7 +40,7 @@ def print_summary(
 def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for name, justify in columns:
-        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
     return table
 
 
@@ -66,12 +66,11 @@ def _print_incidents(console: Console, incidents: Sequence[Mapping[str, Any]]) -
     console.print(table)
 
 
-def _print_ledger(console: Console, ledger: Mapping[str, Any]) -> None:
-    wall_s = ledger.get("wall_s")
+def _print_ledger(console: Console, ledger: Mapping[str, Any], wall_s: Any) -> None:
     if not isinstance(wall_s, (int, float)) or wall_s <= 0:
         return
     table = _table("Where the time went", [("state", "left"), ("seconds", "right"), ("share", "right")])
-    states = {name: value for name, value in ledger.items() if name != "wall_s" and isinstance(value, (int, float))}
+    states = {name: value for name, value in ledger.items() if isinstance(value, (int, float))}
     for name, value in sorted(states.items(), key=lambda item: -item[1]):
         if value / wall_s >= _SHOWN_SHARE:
             table.add_row(name, f"{value:.2f}", f"{value / wall_s:.1%}")

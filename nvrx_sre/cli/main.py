@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "halt": "nvrx_sre.cli.halt:halt",
     "resume": "nvrx_sre.cli.halt:resume",
     "checkpoint": "nvrx_sre.cli.checkpoint:command",
+    "runbook": "nvrx_sre.cli.runbook:command",
     "doctor": "nvrx_sre.cli.doctor:command",
     "bench": "nvrx_sre.cli.bench:command",
 }

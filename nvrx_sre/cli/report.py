@@ -31,6 +31,8 @@ PROGRESS_EVERY_S = 5.0
 """Least record time between two progress lines where output is not a terminal (seconds)."""
 QUEUE_RECORDS = 4096
 """Records waiting to be shown; a run emits a few a second."""
+PLAIN_WIDTH = 120
+"""Columns of a table where output is not a terminal."""
 CLOSE_TIMEOUT_S = 2.0
 """Longest wait for the thread at the end (seconds): a terminal that does not read must not hold up the exit."""
 
@@ -42,9 +44,10 @@ class QuietConsole(Console):
         self.quiet = True
 
 
-def make_console(*, stderr: bool = False) -> QuietConsole:
+def make_console() -> QuietConsole:
     """Console for the program's own output; no markup or highlighting, long lines are left to the terminal."""
-    return QuietConsole(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    return QuietConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
 
 @dataclass

@@ -121,7 +121,7 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         "--fault", multiple=True, metavar="SPEC", help="Inject KIND@RANK:STEP[=PARAMETER][/PHASE][xN|x*]; repeatable."
     ),
     click.option(
-        "--fault-plan", type=click.Path(path_type=Path), metavar="FILE", help="YAML or JSON list of fault specs, or one a line."
+        "--fault-plan", type=click.Path(path_type=Path), metavar="FILE", help="List of fault specs: YAML, JSON, lines."
     ),
     click.option(
         "--metrics-port", type=click.IntRange(1, 65_535), metavar="P", help="Port of /metrics.  [default: a free one]"

@@ -187,7 +187,8 @@ SUMMARY: dict[str, Any] = {
     "redone_steps": 91,
     "final_loss": 2.5,
     "goodput": {"training": 0.71, "durable": None},
-    "ledger": {"new": 20.0, "redo": 4.0, "halted": 0.0, "wall_s": 24.0},
+    "ledger": {"new": 20.0, "redo": 4.0, "halted": 0.0},
+    "wall_s": 24.0,
     "incidents": [
         {
             "fault": "hang",
