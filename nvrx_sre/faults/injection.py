@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from nvrx_sre.core.errors import InternalError
-from nvrx_sre.faults.plan import FaultKind, FaultSpec
 from nvrx_sre.core.slow_storage import slow_down_storage
+from nvrx_sre.faults.plan import FaultKind, FaultSpec
 
 NOMINAL_STEP_S = 0.1
 """Stands for the usual step time where the caller does not know it (seconds)."""

@@ -197,6 +197,9 @@ def commit(run_dir: Path, step: int, generation: int, *, manifest: bool = True) 
         (directory / f"__{rank}_0.distcp").write_bytes(b"x" * 1000)
     if manifest:
         (directory / "manifest.json").write_text("{}", encoding="utf-8")
+        verified = directory.parent / "verified.json"
+        names = json.loads(verified.read_text()) if verified.exists() else {}
+        verified.write_text(json.dumps({**names, directory.name: 1}), encoding="utf-8")
     return directory
 
 
