@@ -16,11 +16,11 @@ import heapq
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nvrx_sre.core.clock import seconds, to_ns
-from nvrx_sre.core.limits import Limits
+from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.core.rng import seeded
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import BudgetReset, Event, Phase, Record, Role, to_dict
@@ -36,6 +36,14 @@ SIGKILL, SIGTERM = 9, 15
 _DELIVERY_S = 0.002
 
 
+SIMULATED_LIMITS = Limits(
+    deadlines=Deadlines(
+        init_s=20.0, rendezvous_s=8.0, rebuild_s=8.0, load_s=8.0, first_step_s=8.0, step_s=6.0, data_s=6.0, save_s=20.0
+    )
+)
+"""Deadlines that fit the simulated pace; the caps are the real ones."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorldConfig:
     """Size and pace of a simulated run."""
@@ -47,7 +55,7 @@ class WorldConfig:
     hot_every: int = 1
     drop_rate: float = 0.01
     """Share of step reports that are lost on the way (a full socket)."""
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = SIMULATED_LIMITS
 
 
 @dataclass(kw_only=True)
@@ -79,6 +87,7 @@ class World:
         self.records: list[Record] = []
         self.violations: list[str] = []
         self.killed_pids: set[int] = set()
+        self._num_bad_starts = 0
         self._left = {fault: fault.times for fault in faults}
         self._queue: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -249,6 +258,10 @@ class World:
         """Faults that hit something else than the worker that reached them."""
         if kind is SimKind.UNFIT:
             worker.is_unfit = True
+        elif kind is SimKind.BAD_START:
+            self._num_bad_starts += 1
+        elif kind is SimKind.LINK_FLAP:
+            self.schedule(0.0, lambda: self._flap(worker.generation))
         elif kind is SimKind.WRITER_KILL:
             for child in list(self._current.children.values()):
                 if child.role is Role.WRITER:
@@ -259,6 +272,13 @@ class World:
             self.schedule(0.0, lambda: self._feed(c.HaltSeen(reason="simulated")))
         elif kind is SimKind.LAUNCHER_KILL:
             self._current.is_killed = True
+
+    def _flap(self, generation: int) -> None:
+        """Every connection of the generation breaks, and nobody died."""
+        for number in sorted(self._current.members.get(generation, set())):
+            child = self._current.children.get(number)
+            if isinstance(child, SimWorker):
+                self._break_off(child)
 
     def _begin_launcher(self) -> _Launcher:
         history = History()
@@ -367,6 +387,10 @@ class World:
         self._current.children[command.child] = child
         spawned = c.Spawned(child=command.child, pid=child.pid, start_ticks=child.pid)
         self._schedule_at(child.delivery_ns(0), lambda: self._feed(spawned))
+        if self._num_bad_starts and command.role is not Role.WRITER:
+            self._num_bad_starts -= 1
+            self.schedule(0.2, lambda: self.die(child, exit_code=1, signal=None))
+            return
         child.begin()
 
     def _on_assign(self, command: c.AssignRank) -> None:

@@ -23,6 +23,8 @@ class SimKind(StrEnum):
     WRITER_KILL = "writer_kill"
     STORAGE = "storage"
     UNFIT = "unfit"
+    LINK_FLAP = "link_flap"
+    BAD_START = "bad_start"
     SIGTERM = "sigterm"
     HALT = "halt"
     LAUNCHER_KILL = "launcher_kill"
@@ -33,7 +35,8 @@ class SimFault:
     """A fault that fires when `rank` executes `step` (or, with `phase`, enters that phase from a step on).
 
     It fires `times` times (0: on every pass), each time its condition is met. `unfit` makes the rank report
-    itself unfit after the next teardown; `storage` fails the next save.
+    itself unfit after the next teardown; `storage` fails the next save; `link_flap` gives every rank a
+    communication error without a death; after `bad_start` the next process started dies while importing.
     """
 
     kind: SimKind
@@ -53,6 +56,8 @@ _LIGHT = (
     SimKind.STORAGE,
     SimKind.UNFIT,
     SimKind.NODE_KILL,
+    SimKind.LINK_FLAP,
+    SimKind.BAD_START,
 )
 _ENDING = (SimKind.SIGTERM, SimKind.HALT, SimKind.LAUNCHER_KILL)
 _PHASES = (Phase.RENDEZVOUS, Phase.REBUILD, Phase.LOAD, Phase.FIRST_STEP)

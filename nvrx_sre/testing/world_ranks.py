@@ -18,7 +18,7 @@ from nvrx_sre.testing.world_storage import Commit, Content
 if TYPE_CHECKING:
     from nvrx_sre.testing.world import World
 
-ALIVE_S = 0.5
+ALIVE_S = 1.0
 FRESH = "fresh"
 
 
