@@ -1,0 +1,215 @@
+"""Checks of what is generated or written by hand: queries against the catalog, panels, rules, runbooks.
+
+Model: every query is parsed into its tree (`promql-parser`, part of the extra `test`); each series must be in
+the catalog or a recording rule, each matched label and value in its closed set, each function fit the metric's
+type, rates be taken of raw series. Each function returns problems, one line each; an empty list is good.
+
+Pure apart from parsing. Must not: be imported by a command that has to run without the extra.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import promql_parser
+
+from nvrx_sre.monitoring.alerts import RecordingRule
+from nvrx_sre.telemetry import catalog
+from nvrx_sre.telemetry.metric import Label, MetricType
+
+GRAFANA_VARIABLES = {"$__rate_interval": "5m", "$__range": "1h", "$__interval": "1m"}
+TARGET_LABELS = ("job", "instance")
+"""Labels that Prometheus adds; a matcher on them is never wrong, but nothing of ours needs one."""
+COUNTER_FUNCTIONS = ("rate", "increase", "irate", "resets")
+GAUGE_FUNCTIONS = ("delta", "deriv", "idelta", "changes", "predict_linear", "holt_winters")
+META_SERIES = ("ALERTS", "ALERTS_FOR_STATE", "up")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What a query may name: series with their type and labels, and the labels of the key."""
+
+    types: Mapping[str, MetricType]
+    labels: Mapping[str, Mapping[str, tuple[str, ...]]]
+    """Series -> label -> closed values (empty: open)."""
+    key: tuple[str, ...]
+
+
+def known_series(recordings: Iterable[RecordingRule], key: tuple[str, ...]) -> Known:
+    """Catalog and recording rules as `Known`."""
+    types: dict[str, MetricType] = {}
+    labels: dict[str, Mapping[str, tuple[str, ...]]] = {}
+    for metric in catalog.CATALOG.values():
+        for name in metric.sample_names:
+            more = (Label(name="le", values=()),) if name.endswith("_bucket") else ()
+            types[name] = metric.type
+            labels[name] = {label.name: label.values for label in (*metric.labels, *more)}
+    for rule in recordings:
+        types[rule.name] = MetricType.GAUGE
+        labels[rule.name] = {label.name: label.values for label in rule.metric.labels if label.name in rule.labels}
+    return Known(types=types, labels=labels, key=key)
+
+
+def query_problems(expression: str, known: Known) -> list[str]:
+    """What is wrong with one query; Grafana's interval variables are filled in first."""
+    for variable, value in GRAFANA_VARIABLES.items():
+        expression = expression.replace(variable, value)
+    try:
+        tree = promql_parser.parse(expression)
+    except ValueError as error:
+        return [f"{expression!r} does not parse: {error}"]
+    found: list[str] = []
+    available = {*known.key, *TARGET_LABELS}
+
+    def visit(node: Any) -> bool:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.extend(_selector_problems(node, known))
+            available.update(known.labels.get(node.name or "", {}))
+        elif isinstance(node, promql_parser.Call):
+            found.extend(_call_problems(node, known))
+        return True
+
+    promql_parser.walk(tree, visit)
+    for label in _grouping_labels(tree):
+        if label not in available:
+            found.append(f"no series of the query has the label {label!r} that it groups or matches by")
+    return found
+
+
+def _selector_problems(node: Any, known: Known) -> list[str]:
+    name = node.name or ""
+    if name in META_SERIES:
+        return []
+    if name not in known.types:
+        return [f"{name or 'a selector without a name'} is not in the catalog"]
+    found = []
+    for matcher in node.matchers.matchers:
+        if matcher.name in (*known.key, *TARGET_LABELS):
+            continue
+        values = known.labels[name].get(matcher.name)
+        if values is None:
+            found.append(f"{name} has no label {matcher.name!r}")
+            continue
+        wanted = matcher.value.split("|")
+        found += [
+            f"label {matcher.name!r} of {name} is never {item!r}" for item in wanted if values and item not in values
+        ]
+    return found
+
+
+def _call_problems(node: Any, known: Known) -> list[str]:
+    function = node.func.name
+    if function not in COUNTER_FUNCTIONS + GAUGE_FUNCTIONS:
+        return []
+    argument = node.args[0]
+    if not isinstance(argument, promql_parser.MatrixSelector):
+        return [f"{function} of something that is not a raw series: take rates first, then aggregate"]
+    kind = known.types.get(argument.vector_selector.name or "")
+    cumulative = kind in (MetricType.COUNTER, MetricType.HISTOGRAM)
+    if kind is not None and cumulative != (function in COUNTER_FUNCTIONS):
+        return [f"{function} of {argument.vector_selector.name}, which is a {kind}"]
+    return []
+
+
+def _grouping_labels(tree: Any) -> list[str]:
+    labels: list[str] = []
+
+    def visit(node: Any) -> bool:
+        modifier = getattr(node, "modifier", None)
+        if isinstance(node, promql_parser.AggregateExpr) and modifier is not None:
+            labels.extend(modifier.labels)
+        elif isinstance(node, promql_parser.BinaryExpr) and modifier is not None and modifier.matching is not None:
+            labels.extend(modifier.matching.labels)
+        return True
+
+    promql_parser.walk(tree, visit)
+    return labels
+
+
+def dashboard_problems(text: str, known: Known) -> list[str]:
+    """What is wrong with a dashboard's JSON."""
+    document = json.loads(text)
+    found = [] if document.get("schemaVersion") == 39 else ["schemaVersion is not 39"]
+    if not document.get("uid"):
+        found.append("no stable uid")
+    panels = document["panels"]
+    identifiers = [panel["id"] for panel in panels]
+    if len(set(identifiers)) != len(identifiers):
+        found.append("panel ids repeat")
+    for panel in panels:
+        if panel["type"] != "row":
+            found += _panel_problems(panel, known)
+    for annotation in document["annotations"]["list"]:
+        found += _source_problems(f"annotation {annotation['name']!r}", annotation)
+        found += [f"annotation {annotation['name']!r}: {item}" for item in query_problems(annotation["expr"], known)]
+    return found + _overlaps(panels)
+
+
+def _panel_problems(panel: dict[str, Any], known: Known) -> list[str]:
+    where = f"panel {panel.get('title') or panel['id']!r}"
+    found = [f"{where}: no {key}" for key in ("title", "description") if not panel.get(key)]
+    if not panel["fieldConfig"]["defaults"].get("unit"):
+        found.append(f"{where}: no unit")
+    if not panel.get("targets"):
+        found.append(f"{where}: no query")
+    found += _source_problems(where, panel)
+    for target in panel.get("targets", ()):
+        found += _source_problems(where, target)
+        found += [f"{where}: {item}" for item in query_problems(target["expr"], known)]
+    return found
+
+
+def _source_problems(where: str, holder: dict[str, Any]) -> list[str]:
+    wanted = {"type": "prometheus", "uid": "${datasource}"}
+    return [] if holder.get("datasource") == wanted else [f"{where}: the data source is not the dashboard's variable"]
+
+
+def _overlaps(panels: list[dict[str, Any]]) -> list[str]:
+    taken: dict[tuple[int, int], str] = {}
+    found = []
+    for panel in panels:
+        grid = panel["gridPos"]
+        cells = [
+            (x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])
+        ]
+        if grid["x"] + grid["w"] > 24:
+            found.append(f"panel {panel['title']!r} is wider than the dashboard")
+        others = {taken[cell] for cell in cells if cell in taken}
+        found += [f"panel {panel['title']!r} covers {other!r}" for other in sorted(others)]
+        taken.update(dict.fromkeys(cells, panel["title"]))
+    return found
+
+
+def rules_problems(document: dict[str, Any], known: Known, runbooks: Iterable[str]) -> list[str]:
+    """What is wrong with a rules file: queries, annotations, and alerts against runbooks, both ways."""
+    found: list[str] = []
+    names = []
+    for group in document["groups"]:
+        for rule in group["rules"]:
+            name = rule.get("alert") or rule["record"]
+            found += [f"{name}: {item}" for item in query_problems(rule["expr"], known)]
+            if "alert" in rule:
+                names.append(name)
+                found += _alert_problems(rule)
+    pages = set(runbooks)
+    found += [f"alert {name} has no runbook" for name in names if name not in pages]
+    found += [f"runbook {name} has no alert" for name in sorted(pages - set(names))]
+    return found
+
+
+def _alert_problems(rule: dict[str, Any]) -> list[str]:
+    name, annotations = rule["alert"], rule.get("annotations", {})
+    wanted = ("summary", "description", "runbook_url", "dashboard_url")
+    found = [f"{name}: no {key}" for key in wanted if not annotations.get(key)]
+    if not name.startswith("Nvrx"):
+        found.append(f"{name}: alerts are called Nvrx<Symptom>")
+    if rule.get("labels", {}).get("severity") not in ("critical", "warning", "info"):
+        found.append(f"{name}: severity is not critical, warning or info")
+    if not str(annotations.get("runbook_url", "")).endswith(f"/{name}.md"):
+        found.append(f"{name}: runbook_url does not lead to {name}.md")
+    if "$labels.run" not in str(annotations.get("summary", "")):
+        found.append(f"{name}: the summary does not name the run")
+    return found
