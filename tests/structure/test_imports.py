@@ -36,7 +36,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "deploy": ("core", "monitoring"),
     "integrations": ("core", "events", "session"),
     "bench": ANYTHING,
-    "testing": ("core", "events", "policy", "goodput", "launcher.machine", NO_TORCH_CHECKPOINT),
+    # The machine's inputs and commands are its signature.
+    "testing": (
+        *("core", "events", "policy", "goodput", NO_TORCH_CHECKPOINT),
+        *("launcher.machine", "launcher.commands"),
+    ),
     "cli": ANYTHING,
 }
 """Package -> what it may import of nvrx_sre, beside itself and the root (version and rank-side API)."""
