@@ -27,7 +27,7 @@ from nvrx_sre.trainer.config import TrainerConfig
 from nvrx_sre.trainer.corpus import Corpus, load_corpus
 from nvrx_sre.trainer.data import Batch, DataOrder
 from nvrx_sre.trainer.digests import Progress, combined_samples_digest, state_digest
-from nvrx_sre.trainer.model import build_model, build_optimizer, initialize, num_parameters
+from nvrx_sre.trainer.model import build_model, build_optimizer, initialize, num_parameters, reshard
 
 Results = dict[str, float | int | str | None]
 
@@ -96,6 +96,7 @@ class Generation:
             loss = self._summed_loss(*self._to_device(self.data.held_out())) / self._num_targets(1)
             dist.all_reduce(loss)
             self.progress.evaluation_loss = float(loss.item())
+            reshard(self.model)
 
     def results(self) -> Results:
         """What came of it, JSON scalars. Collective."""

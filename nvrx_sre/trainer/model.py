@@ -19,7 +19,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -130,6 +130,13 @@ def initialize(model: nn.Module, shape: ModelShape, seed: int) -> None:
 def build_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
     """AdamW over all parameters; the learning rate of each step is set by the loop."""
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters: a forward that no backward follows leaves them, and names then mean the whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def num_parameters(model: nn.Module) -> int:

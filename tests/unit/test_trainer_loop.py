@@ -184,8 +184,9 @@ def test_points_of_a_step_come_in_order(config: TrainerConfig) -> None:
 def test_evaluation_changes_nothing_of_the_training(config: TrainerConfig) -> None:
     """Evaluated or not, the same losses and the same state."""
     expected = generation(FakeContext(), config)
-    evaluated = generation(FakeContext(), TrainerConfig(**{**vars(config), "evaluate_every": 2}))
-    assert {name: evaluated[name] for name in DIGESTS} == {name: expected[name] for name in DIGESTS}
+    for every in (2, config.steps):
+        evaluated = generation(FakeContext(), TrainerConfig(**{**vars(config), "evaluate_every": every}))
+        assert {name: evaluated[name] for name in DIGESTS} == {name: expected[name] for name in DIGESTS}
 
 
 def test_a_poisoned_loss_raises_before_anything_changes(config: TrainerConfig) -> None:
