@@ -252,8 +252,7 @@ class Commits:
         losses = [report.loss for report in complete if report.has_loss]
         if not losses or len(complete) < len(self._ranks):
             return None
-        # fsum is exact, so equal losses of all ranks give exactly that loss.
-        loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
+        loss = _mean(losses)
         world_size = len(self._ranks)
         earlier = self._losses.pop(step, None)
         if earlier is not None and earlier[1] == world_size and _bits(earlier[0]) != _bits(loss):
@@ -262,6 +261,13 @@ class Commits:
         if len(self._losses) > MAX_LOSSES:
             del self._losses[next(iter(self._losses))]
         return loss
+
+
+def _mean(losses: list[float]) -> float:
+    """Mean in the order of ranks, so that a replay gives the same bits; of equal losses exactly that loss."""
+    if len(set(losses)) == 1:
+        return losses[0]
+    return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
 
 
 def _bits(value: float) -> str:

@@ -260,6 +260,9 @@ class World:
             worker.is_unfit = True
         elif kind is SimKind.BAD_START:
             self._num_bad_starts += 1
+        elif kind is SimKind.SIGKILL_ALL:
+            for number in sorted(self._current.members.get(worker.generation, set())):
+                self.die(self._current.children[number], exit_code=None, signal=SIGKILL)
         elif kind is SimKind.LINK_FLAP:
             self.schedule(0.0, lambda: self._flap(worker.generation))
         elif kind is SimKind.WRITER_KILL:

@@ -14,6 +14,7 @@ class SimKind(StrEnum):
 
     EXCEPTION = "exception"
     SIGKILL = "sigkill"
+    SIGKILL_ALL = "sigkill_all"
     HANG = "hang"
     HANG_NATIVE = "hang_native"
     SIGSTOP = "sigstop"
@@ -49,6 +50,7 @@ class SimFault:
 _LIGHT = (
     SimKind.EXCEPTION,
     SimKind.SIGKILL,
+    SimKind.SIGKILL_ALL,
     SimKind.HANG,
     SimKind.HANG_NATIVE,
     SimKind.SIGSTOP,

@@ -1,0 +1,360 @@
+"""The launcher machine, driven by hand: lifecycle, commits, saves, ends."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nvrx_sre.core.limits import Deadlines, Limits
+from nvrx_sre.events import channel as wire
+from nvrx_sre.events import schema
+from nvrx_sre.events.schema import Phase, Role, StepKind
+from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher.machine import MachineStart
+from nvrx_sre.testing.clock import EPOCH_NS
+from nvrx_sre.testing.driven import DrivenMachine
+
+
+def begun(**options: int) -> DrivenMachine:
+    """A machine whose first generation has entered its step loop; only what follows is kept."""
+    driven = DrivenMachine(**options)  # type: ignore[arg-type]  # keyword arguments of the driver
+    driven.begin()
+    driven.forget()
+    return driven
+
+
+def test_start_spawns_ranks_writer_and_standbys() -> None:
+    """One worker a rank with its rank, a writer, the standbys."""
+    driven = DrivenMachine(num_ranks=3, num_standbys=2)
+    spawned = [(item.role, item.rank) for item in driven.all(c.Spawn)]
+    assert spawned == [
+        (Role.WORKER, 0),
+        (Role.WORKER, 1),
+        (Role.WORKER, 2),
+        (Role.WRITER, None),
+        (Role.STANDBY, None),
+        (Role.STANDBY, None),
+    ]
+
+
+def test_nobody_goes_before_all_are_ready() -> None:
+    """The generation opens with the last `Ready`, once, with children in the order of ranks."""
+    driven = DrivenMachine()
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    driven.make_ready(driven.child_of(1))
+    assert not driven.all(c.OpenGeneration)
+    driven.make_ready(driven.child_of(0))
+    opened = driven.all(c.OpenGeneration)
+    assert [(item.generation, item.world_size) for item in opened] == [(1, 2)]
+    assert opened[0].children == (driven.child_of(0), driven.child_of(1))
+    assert opened[0].hot_allowed
+    assert opened[0].checkpoints_back == 0
+
+
+def test_formed_and_restored_need_every_rank() -> None:
+    """Events of the generation as a whole come with its last rank."""
+    driven = DrivenMachine()
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    for rank in range(2):
+        driven.make_ready(driven.child_of(rank))
+    driven.enter(0, Phase.REBUILD)
+    assert not driven.events(schema.GenerationFormed)
+    driven.enter(1, Phase.REBUILD)
+    formed = driven.events(schema.GenerationFormed)
+    assert [item.pids for item in formed] == [[101, 102]]
+    driven.restore()
+    assert [(item.step, item.source) for item in driven.events(schema.StateRestored)] == [(0, "fresh")]
+    assert not driven.all(c.Fence)
+
+
+def test_step_is_committed_by_the_slowest_rank() -> None:
+    """A later report implies the earlier ones; nothing is committed before every rank reported it."""
+    driven = begun()
+    driven.step(3, ranks=[0])
+    assert driven.machine.high_water == 0
+    driven.step(2, ranks=[1])
+    assert driven.machine.high_water == 2
+    driven.step(3, ranks=[1])
+    assert driven.machine.high_water == 3
+
+
+def test_steps_are_recorded_as_one_aggregate_a_second() -> None:
+    """Many steps, one event; its times are the difference of the slowest rank's totals."""
+    driven = begun()
+    for step in range(1, 6):
+        driven.step(step)
+    assert not driven.events(schema.StepsCommitted)
+    driven.wait(1.0)
+    (event,) = driven.events(schema.StepsCommitted)
+    assert (event.first_step, event.last_step, event.kind) == (1, 5, StepKind.NEW)
+    assert event.step_s == pytest.approx(0.5)
+    assert (event.tokens, event.hot_captured, event.hot_sealed_step) == (500, 5, 5)
+    assert event.loss == 1.0 / 5
+
+
+def test_reports_of_an_older_generation_are_ignored() -> None:
+    """Fencing: what a generation says after it was left counts for nothing."""
+    driven = begun()
+    driven.step(1)
+    driven.raise_in(1, 2)
+    driven.leave_generation(0, 1)
+    driven.step(5, generation=1)
+    assert (driven.machine.generation, driven.machine.high_water) == (2, 1)
+
+
+def test_sealed_step_is_published_once_an_input_after_the_hand_over() -> None:
+    """The slots are held before they may be overwritten."""
+    driven = begun()
+    driven.step(10, durable=True)
+    assert driven.order(c.StartSave, c.PublishSealed) == ["StartSave", "PublishSealed"]
+    assert driven.all(c.StartSave)[0].slots == (1, 1)
+    assert driven.all(c.PublishSealed)[0].step == 10
+
+
+def test_step_without_a_slot_on_one_rank_is_not_sealed() -> None:
+    """A due save of it is skipped and counted, with the reason."""
+    driven = begun()
+    driven.step(10, ranks=[0], durable=True)
+    driven.step(10, ranks=[1], durable=True, slot=-1)
+    assert not driven.all(c.PublishSealed)
+    assert [item.reason for item in driven.events(schema.SaveSkipped)] == ["no_free_slot"]
+
+
+def test_busy_writer_skips_the_next_save() -> None:
+    """One save in flight; slots go back at the commit, the next save starts after the verification."""
+    driven = begun()
+    driven.step(10, durable=True)
+    driven.step(20, durable=True)
+    assert [item.reason for item in driven.events(schema.SaveSkipped)] == ["writer_busy"]
+    driven.write(10, "written", "committed")
+    assert [item.step for item in driven.all(c.ReleaseSlots)] == [10]
+    driven.write(10, "verified")
+    driven.step(30, durable=True)
+    assert [item.step for item in driven.all(c.StartSave)] == [10, 30]
+    assert [item.step for item in driven.events(schema.SaveVerified)] == [10]
+
+
+def test_failed_save_releases_its_slots() -> None:
+    """The reason is the writer's; training goes on."""
+    driven = begun()
+    driven.step(10, durable=True)
+    driven.write(10, "failed", reason="storage")
+    assert [item.step for item in driven.all(c.ReleaseSlots)] == [10]
+    assert [item.reason for item in driven.events(schema.SaveFailed)] == ["storage"]
+
+
+def test_dead_writer_is_replaced_and_redoes_the_save() -> None:
+    """The held slots are written again by the next writer, once it is parked."""
+    driven = begun()
+    driven.step(10, durable=True)
+    writer = next(item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER)
+    driven.kill(writer)
+    assert not driven.all(c.ReleaseSlots)
+    driven.start_child(driven.all(c.Spawn)[-1].child)
+    assert [item.step for item in driven.all(c.StartSave)] == [10, 10]
+    driven.write(10, "written", "committed", "verified")
+    assert [item.step for item in driven.events(schema.SaveVerified)] == [10]
+
+
+def test_save_that_dies_with_every_writer_is_given_up() -> None:
+    """Two redos, then the slots are released: nothing is held for ever."""
+    driven = begun()
+    driven.step(10, durable=True)
+    for _ in range(3):
+        writer = [item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER][-1]
+        driven.kill(writer)
+        driven.wait(40.0)
+        driven.start_child([item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER][-1])
+    assert [item.step for item in driven.all(c.ReleaseSlots)] == [10]
+    assert {item.reason for item in driven.events(schema.SaveFailed)} == {"writer_died"}
+
+
+def test_restore_below_the_high_water_is_fenced_before_it_is_told() -> None:
+    """`RolledBack`, the durable fence, then `StateRestored`."""
+    start = MachineStart(generation=4, high_water=25, wall_offset_ns=EPOCH_NS, commits_on_record=True)
+    driven = DrivenMachine(start=start)
+    driven.begin()
+    order = driven.order(schema.RolledBack, c.Fence, schema.StateRestored)
+    assert order == ["RolledBack", "Fence", "StateRestored"]
+    assert [(item.generation, item.step) for item in driven.all(c.Fence)] == [(5, 0)]
+
+
+def test_redone_steps_are_told_apart() -> None:
+    """At or below H a step is redone; the first new one after an incident is recorded alone."""
+    driven = begun()
+    for step in range(1, 6):
+        driven.step(step)
+    driven.raise_in(0, 6)
+    driven.leave_generation(0, 1)
+    driven.restore(3, "durable")
+    driven.forget()
+    for step in range(4, 8):
+        driven.step(step)
+    ranges = [(item.kind, item.first_step, item.last_step) for item in driven.events(schema.StepsCommitted)]
+    assert ranges == [(StepKind.REDONE, 4, 5), (StepKind.NEW, 6, 6)]
+
+
+def test_replay_with_another_loss_is_told() -> None:
+    """Bit for bit, on the same world size; an equal replay says nothing."""
+    driven = begun()
+    driven.step(1)
+    driven.step(2)
+    driven.raise_in(0, 3)
+    driven.leave_generation(0, 1)
+    driven.restore(0)
+    driven.step(1)
+    assert not driven.events(schema.ReplayDiverged)
+    driven.step(2, loss=math.nextafter(0.5, 1.0))
+    assert [item.step for item in driven.events(schema.ReplayDiverged)] == [2]
+    assert driven.machine.losses()[1] == 1.0
+
+
+def test_equal_losses_of_ranks_give_exactly_that_loss() -> None:
+    """The mean of equal numbers is the number, also over three ranks."""
+    driven = begun(num_ranks=3)
+    driven.step(1, loss=0.1)
+    assert driven.machine.losses() == {1: 0.1}
+
+
+def test_ranks_that_restored_different_steps_do_not_go_on() -> None:
+    """A fault of its own; no state is announced."""
+    driven = DrivenMachine()
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    for rank in range(2):
+        driven.make_ready(driven.child_of(rank))
+    for rank in range(2):
+        restored = wire.Restored(generation=1, step=rank, source="hot", seconds=0.1, mono_ns=driven.now_ns)
+        driven.say(driven.child_of(rank), restored)
+    assert [item.fault for item in driven.events(schema.FaultDetected)] == ["checkpoint_corrupt"]
+    assert not driven.events(schema.StateRestored)
+
+
+def test_c03_rejected_checkpoint_is_moved_once() -> None:
+    """Every rank reports it; the first one counts. A hot one is only told."""
+    driven = begun()
+    for rank in range(2):
+        for tier, directory in (("durable", "step-00000010-g00001"), ("hot", "")):
+            rejected = wire.Rejected(
+                generation=1, step=10, tier=tier, directory=directory, reason="checksum", message="m"
+            )
+            driven.say(driven.child_of(rank), rejected)
+    assert [item.directory for item in driven.all(c.MoveRejected)] == ["step-00000010-g00001"]
+    assert [item.tier for item in driven.events(schema.CheckpointRejected)] == ["hot"]
+
+
+def test_slots_are_granted_to_the_rank_that_wants_them() -> None:
+    """The request becomes a command with the sender's rank."""
+    driven = begun()
+    wanted = wire.SlotsWanted(generation=1, layout_hash="h", data_bytes=100, blob_bytes=10)
+    driven.say(driven.child_of(1), wanted)
+    assert [(item.rank, item.data_bytes) for item in driven.all(c.GrantSlots)] == [(1, 100)]
+
+
+def test_run_finishes_after_the_last_save_is_verified() -> None:
+    """Ranks stay until the drain is over; then all leave, the run is finished, stop 0 with rank 0's result."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    for rank in range(2):
+        finished = wire.Finished(generation=1, step=10, result={"rank": rank}, mono_ns=driven.now_ns)
+        driven.say(driven.child_of(rank), finished)
+    assert not driven.all(c.LeaveChild)
+    driven.write(10, "written", "committed", "verified")
+    assert len(driven.all(c.LeaveChild)) == 3
+    for child in (1, 2, 3):
+        driven.kill(child, exit_code=0, signal=None)
+    (stop,) = driven.all(c.Stop)
+    assert (stop.exit_code, stop.result) == (0, {"rank": 0})
+    assert driven.order(schema.RunFinished, c.Stop) == ["RunFinished", "Stop"]
+    assert driven.machine.next_deadline_ns() is None
+
+
+def test_final_drain_is_bounded() -> None:
+    """A writer that never comes back does not keep the run."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    for rank in range(2):
+        driven.say(driven.child_of(rank), wire.Finished(generation=1, step=10, result={}, mono_ns=driven.now_ns))
+    driven.wait(Deadlines().final_drain_s + 60.0)
+    assert [item.exit_code for item in driven.all(c.Stop)] == [0]
+
+
+@pytest.mark.parametrize(("by_person", "exit_code"), [(False, 143), (True, 130)])
+def test_c46_preemption_saves_without_the_ranks(by_person: bool, exit_code: int) -> None:
+    """The newest sealed step is handed over, ranks are ended, the exit waits for the verification."""
+    driven = begun(num_standbys=0)
+    driven.step(7)
+    driven.feed(c.SignalReceived(signal=15, by_person=by_person))
+    assert [item.step for item in driven.all(c.StartSave)] == [7]
+    driven.wait(1.0)
+    assert {item.child for item in driven.all(c.Kill)} == {1, 2}
+    driven.kill(1)
+    driven.kill(2)
+    assert not driven.all(c.Stop)
+    driven.write(7, "written", "committed", "verified")
+    driven.kill(3, exit_code=0, signal=None)
+    assert [item.exit_code for item in driven.all(c.Stop)] == [exit_code]
+    assert not driven.events(schema.FaultDetected)
+
+
+def test_preemption_while_the_writer_is_busy_saves_afterwards() -> None:
+    """The save in flight ends first, then the newest sealed step is written."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    driven.step(12)
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    driven.write(10, "written", "committed", "verified")
+    assert [item.step for item in driven.all(c.StartSave)] == [10, 12]
+
+
+def test_preemption_during_recovery_still_saves() -> None:
+    """The sealed step of the generation that was left is good until a restore says otherwise."""
+    driven = begun()
+    driven.step(7)
+    driven.raise_in(0, 8)
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    assert [(item.step, item.generation) for item in driven.all(c.StartSave)] == [(7, 1)]
+
+
+def test_second_ctrl_c_kills_at_once() -> None:
+    """A person who insists does not wait for the save."""
+    driven = begun(num_standbys=0)
+    driven.step(7)
+    driven.feed(c.SignalReceived(signal=2, by_person=True))
+    driven.feed(c.SignalReceived(signal=2, by_person=True))
+    assert {item.child for item in driven.all(c.Kill)} == {1, 2, 3}
+    for child in (1, 2, 3):
+        driven.kill(child)
+    assert [item.exit_code for item in driven.all(c.Stop)] == [130]
+
+
+def test_halt_request_drains_and_exits_93() -> None:
+    """An operator's or the brake's halt is no fault."""
+    driven = begun(num_standbys=0)
+    driven.step(7)
+    driven.feed(c.HaltSeen(reason="bad data"))
+    driven.write(7, "written", "committed", "verified")
+    for child in (1, 2, 3):
+        driven.kill(child)
+    assert [item.reason for item in driven.events(schema.HaltRequested)] == ["bad data"]
+    assert [item.exit_code for item in driven.all(c.Stop)] == [93]
+
+
+def test_injected_faults_are_recorded() -> None:
+    """What the plan fires is told before it happens, with the rank."""
+    driven = begun()
+    injected = wire.Injected(generation=1, spec="exception@1:40", step=40, passes=1, mono_ns=driven.now_ns)
+    driven.say(driven.child_of(1), injected)
+    assert [record.rank for record in driven.records_of(schema.FaultInjected)] == [1]
+
+
+def test_stamps_are_wall_time() -> None:
+    """Monotonic stamps of ranks come out as anchored wall time."""
+    driven = DrivenMachine(limits=Limits())
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    entered = driven.events(schema.PhaseEntered)
+    assert {item.entered_ns for item in entered} == {EPOCH_NS + 1_000_000_000}
