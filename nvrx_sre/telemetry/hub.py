@@ -73,6 +73,7 @@ class Telemetry:
         self.limits = config.limits
         self.clock = clock or SystemClock()
         self._lock = threading.RLock()
+        self._log_lock = threading.Lock()
         self._ready = False
         self._turned_ns = self.clock.monotonic_ns()
         self._pending: list[FollowUp] = []
@@ -229,15 +230,16 @@ class Telemetry:
         return self._ready
 
     def _open_log(self) -> EventLog:
-        if self._log is None:
-            directory = self.run_dir / "logs"
-            make_private_directory(directory)
-            path = directory / "launcher.log"
-            path.touch(mode=PRIVATE_FILE_MODE)
-            # Line buffered: a reader follows it, and a SIGKILL loses nothing.
-            stream = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by `close`
-            self._log = EventLog(stream, self.redactor)
-        return self._log
+        with self._log_lock:  # records and notes have a thread each
+            if self._log is None:
+                directory = self.run_dir / "logs"
+                make_private_directory(directory)
+                path = directory / "launcher.log"
+                path.touch(mode=PRIVATE_FILE_MODE)
+                # Line buffered: a reader follows it, and a SIGKILL loses nothing.
+                stream = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by `close`
+                self._log = EventLog(stream, self.redactor)
+            return self._log
 
     def _write_log(self, items: Sequence[LogItem]) -> None:
         log = self._open_log()

@@ -131,7 +131,9 @@ class MetricsFold(Collector):
     def _render(self, metric: Metric, values: Values) -> Family:
         family = _family(metric)
         if metric.type is MetricType.INFO:
-            family.add_sample(metric.name, {RUN_LABEL: self._run, **values.info[metric.name]}, 1.0)
+            info = values.info[metric.name]
+            if any(info.values()):  # an info series with unknown labels would be replaced by another one
+                family.add_sample(metric.name, {RUN_LABEL: self._run, **info}, 1.0)
         elif metric.type is MetricType.HISTOGRAM:
             for labels, histogram in values.histograms[metric.name].items():
                 _add_histogram(family, metric, self._labels(metric, labels), histogram)

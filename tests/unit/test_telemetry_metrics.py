@@ -1,0 +1,268 @@
+"""The metric fold: values of known journals, closed series, exemplars, and what a scrape may expose."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from nvrx_sre.core.limits import Deadlines, Limits
+from nvrx_sre.events.schema import Cap, FaultClass, FaultDetected, LedgerState, Record, RestoredFrom, Verdict
+from nvrx_sre.goodput.incidents import IncidentTracker, incident_trace_id
+from nvrx_sre.goodput.ledger import Ledger
+from nvrx_sre.goodput.verdict import RunState
+from nvrx_sre.telemetry import catalog
+from nvrx_sre.telemetry.catalog import Component, RestartOutcome, SaveOutcome
+from nvrx_sre.telemetry.metric import Metric
+from nvrx_sre.telemetry.metrics import MetricsFold, MetricSources
+from nvrx_sre.testing.clock import ManualClock
+from tests.stories import RUN, Story, begin, crash_loop_story, exception_story, fallback_story, lost_launcher_story, ns
+
+
+class Board:
+    """A metric fold with its ledger and tracker, read at the time of the last record."""
+
+    def __init__(self, records: list[Record] = (), sources: MetricSources | None = None) -> None:  # type: ignore[assignment]  # an empty default
+        self.ledger, self.tracker = Ledger(), IncidentTracker(RUN)
+        self.clock = ManualClock(wall_offset_ns=ns(0.0))
+        limits = Limits(deadlines=Deadlines(step_s=33.0))
+        self.fold = MetricsFold(RUN, self.ledger, self.tracker, self.clock, limits, sources)
+        self.apply(records)
+
+    def apply(self, records: list[Record]) -> None:
+        """Fold `records` in the hub's order."""
+        for record in records:
+            if record.time_ns > self.clock.wall_ns():
+                self.clock.advance_to(record.time_ns - ns(0.0))
+            self.ledger.apply(record)
+            self.tracker.apply(record)
+            self.fold.apply(record)
+
+    def value(self, metric: Metric, *labels: str) -> float:
+        """One series."""
+        return self.fold.value(metric, *labels)
+
+    def samples(self) -> dict[str, float]:
+        """Every exposed series of a scrape."""
+        return {
+            f"{sample.name}{sorted(sample.labels.items())}": sample.value
+            for family in self.fold.registry.collect()
+            for sample in family.samples
+        }
+
+    def state(self) -> str:
+        """The run state with the largest entry time."""
+        return max(RunState, key=lambda state: self.value(catalog.RUN_STATE_ENTERED, state))
+
+
+def test_c63_every_known_series_is_there_at_zero_before_the_first_event() -> None:
+    """An `increase()` over the first fault of any class is 1: the series was at 0 before."""
+    board = Board()
+    before = board.samples()
+    for fault in FaultClass:
+        assert board.value(catalog.FAULTS, fault) == 0.0
+    board.apply(fallback_story().records)
+    assert {series for series in board.samples() if "_info[" not in series} == before.keys()
+    assert all(
+        value == 0.0 for series, value in before.items() if re.match(r"nvrx_\w+_(total|bucket|count|sum)\[", series)
+    )
+
+
+def test_c57_series_count_is_the_same_after_5_and_after_500_faults() -> None:
+    """Unique messages, frames, steps, pids and attempts never become label values."""
+    story, begin_s = begin()
+    story.steps(begin_s, 12.4, 1, 10)
+    counts = []
+    for number in range(500):
+        at_s = 20.0 + number
+        message = f"address {number:#x} at offset {number}"
+        story.fault(at_s, at_s + 0.1, FaultClass.EXCEPTION, number % 2, message=message, frame=message, pid=number)
+        story.torn_down(at_s + 0.2)
+        story.form(at_s + 0.2, 10, RestoredFrom.HOT)
+        if number == 4:
+            counts.append(Board(story.records).samples())
+    counts.append(Board(story.records).samples())
+    assert counts[0].keys() == counts[1].keys()
+    assert counts[1][f"nvrx_faults_total[('fault', 'exception'), ('run', '{RUN}')]"] == 500.0
+
+
+def test_values_of_the_exception_story() -> None:
+    """Steps, faults, restarts, incidents, world, saves of a run with one recovered fault."""
+    board = Board(exception_story().records)
+    expected = {
+        (catalog.STEPS, "new"): 11,
+        (catalog.STEPS, "redone"): 0,
+        (catalog.TOKENS, "new"): 1100,
+        (catalog.STEP_HIGH_WATER,): 11,
+        (catalog.FAULTS, "exception"): 1,
+        (catalog.RESTARTS, "in_process", RestartOutcome.RESUMED): 1,
+        (catalog.INCIDENTS, Verdict.RECOVERING): 1,
+        (catalog.INCIDENTS, Verdict.RECOVERED): 1,
+        (catalog.INCIDENT_OPENED,): 0,
+        (catalog.INCIDENT_ROOT_RANK,): 1,
+        (catalog.RESTARTS_SINCE_PROGRESS,): 0,
+        (catalog.BUDGET_USED, Cap.CONSECUTIVE): 0,
+        (catalog.BUDGET_LIMIT, Cap.CONSECUTIVE): 3,
+        (catalog.GENERATIONS,): 2,
+        (catalog.WORLD_SIZE,): 2,
+        (catalog.WORLD_SIZE_CONFIGURED,): 2,
+        (catalog.WORLD_SIZE_MIN,): 1,
+        (catalog.RESTORES, RestoredFrom.HOT): 1,
+        (catalog.RESTORES, RestoredFrom.FRESH): 1,
+        (catalog.RESTORED_STEP,): 10,
+        (catalog.SAVES, "hot", SaveOutcome.COMMITTED): 11,
+        (catalog.EXIT_CODE,): 0,
+        (catalog.TELEMETRY_EVENTS,): len(exception_story().records),
+    }
+    assert {key: board.value(*key) for key in expected} == expected
+    assert board.value(catalog.TIME_SECONDS, LedgerState.LOST_STEP) == pytest.approx(0.5)
+    assert board.value(catalog.WALL_SECONDS) == pytest.approx(15.0)
+    assert board.value(catalog.LAST_NEW_STEP) == pytest.approx(ns(14.6) / 1e9)
+    assert board.state() == RunState.FINISHED
+
+
+def test_values_of_the_fallback_story() -> None:
+    """A rejected checkpoint: counted by reason, no longer the newest; redone steps are not new ones."""
+    board = Board(fallback_story().records)
+    assert board.value(catalog.CHECKPOINT_REJECTED, "size") == 1
+    assert board.value(catalog.SAVES, "durable", SaveOutcome.COMMITTED) == 2
+    assert board.value(catalog.SAVES, "durable", SaveOutcome.REJECTED) == 1
+    assert board.value(catalog.CHECKPOINT_STEP, "durable") == 10
+    assert board.value(catalog.CHECKPOINT_CAPTURED, "durable") == pytest.approx(ns(12.4) / 1e9)
+    assert board.value(catalog.STEPS, "redone") == 15
+    assert board.value(catalog.STEPS, "new") == 26
+    assert board.value(catalog.CHECKPOINT_INTERVAL) == pytest.approx(10.0)
+    assert board.value(catalog.CHECKPOINT_SATURATION) == pytest.approx(0.02)
+
+
+def test_a_crash_loop_shows_while_it_lasts_and_halts() -> None:
+    """Attempts without progress, then exit 93 and the time of the halt; the next launcher clears it."""
+    story = crash_loop_story()
+    board = Board(story.records)
+    assert board.value(catalog.INCIDENTS, Verdict.CRASH_LOOP) == 1
+    assert board.value(catalog.INCIDENTS, Verdict.EXHAUSTED) == 1
+    assert board.value(catalog.RESTARTS, "in_process", RestartOutcome.NO_PROGRESS) == 3
+    assert board.value(catalog.RESTARTS, "job", RestartOutcome.STOPPED) == 1
+    assert board.value(catalog.HALTED_TIMESTAMP) == pytest.approx(story.records[-1].time_ns / 1e9)
+    assert board.value(catalog.RESTARTS_SINCE_PROGRESS) == 1
+    assert board.state() == RunState.HALTED
+    seen = len(story.records)
+    story.start(100.0)
+    board.apply(story.records[seen:])
+    assert board.value(catalog.HALTED_TIMESTAMP) == 0
+    assert board.state() == RunState.STARTING
+
+
+def test_an_open_incident_is_visible_with_its_age() -> None:
+    """Opened at the evidence; gone when it closed."""
+    story, begin_s = begin()
+    story.steps(begin_s, 12.4, 1, 10)
+    story.fault(12.5, 12.6, FaultClass.HANG, None)
+    board = Board(story.records)
+    assert board.value(catalog.INCIDENT_OPENED) == pytest.approx(ns(12.5) / 1e9)
+    assert board.value(catalog.INCIDENT_ATTEMPTS) == 1
+    assert board.value(catalog.INCIDENT_ROOT_RANK) == -1
+    assert board.state() == RunState.RECOVERING
+
+
+def test_before_the_first_save_the_newest_checkpoint_is_the_runs_start() -> None:
+    """Never 0: an age computed from it must not be fifty years."""
+    story, _ = begin()
+    board = Board(story.records)
+    for tier in ("hot", "durable"):
+        assert board.value(catalog.CHECKPOINT_CAPTURED, tier) == pytest.approx(ns(0.0) / 1e9)
+
+
+def test_every_limit_in_force_is_a_series() -> None:
+    """Those of the constructor first, those that the run recorded afterwards."""
+    board = Board()
+    assert board.value(catalog.PHASE_DEADLINE, "step") == 33.0
+    assert board.value(catalog.LIMIT, "caps.window_s") == 1800.0
+    assert board.value(catalog.LIMIT, "caps.backoff_s") == 120.0
+    board.apply(exception_story().records)
+    assert board.value(catalog.PHASE_DEADLINE, "step") == 45.0
+
+
+def test_outages_carry_the_trace_of_their_incident() -> None:
+    """OpenMetrics exemplars on the buckets, parsed back by the reference parser."""
+    board = Board(exception_story().records)
+    text = generate_openmetrics(board.fold.registry).decode()
+    exemplars = {
+        sample.name: sample.exemplar.labels["trace_id"]
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.exemplar
+    }
+    trace_id = incident_trace_id(RUN, 1)
+    assert exemplars == dict.fromkeys(
+        ["nvrx_outage_seconds_bucket", "nvrx_detection_seconds_bucket", "nvrx_rollback_steps_bucket"], trace_id
+    )
+
+
+def test_the_classic_text_format_has_the_catalogs_names() -> None:
+    """What Prometheus calls a series is what the catalog calls it, in both formats."""
+    text = generate_latest(Board(exception_story().records).fold.registry).decode()
+    names = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if line and not line.startswith("#")}
+    assert names == catalog.sample_names()
+
+
+def test_a_replay_continues_the_counters() -> None:
+    """After a launcher's restart every counter is at least what was ever scraped."""
+    records = lost_launcher_story().records
+    cut = next(index for index, record in enumerate(records) if record.epoch == 2)
+    first, second = Board(records[:cut]), Board(records[:cut])
+    second.apply(records[cut : cut + 1])
+    for series, value in first.samples().items():
+        if "_total[" in series:
+            assert second.samples()[series] >= value, series
+
+
+def test_a_scrape_exposes_only_what_the_journal_has_synced() -> None:
+    """While the disk does not answer, counters stand still; gauges and telemetry's own errors go on."""
+    synced = [True]
+    errors = {Component.JOURNAL: 7}
+    board = Board(sources=MetricSources(sync=lambda: synced[0], errors=lambda: errors))
+    story, begin_s = begin()
+    story.steps(begin_s, 12.4, 1, 10)
+    board.apply(story.records)
+    steps = f"nvrx_steps_total[('kind', 'new'), ('run', '{RUN}')]"
+    assert board.samples()[steps] == 10.0
+    synced[0] = False
+    seen = len(story.records)
+    story.steps(12.4, 13.4, 11, 11)
+    board.apply(story.records[seen:])
+    frozen = board.samples()
+    assert frozen[steps] == 10.0
+    assert frozen[f"nvrx_step_high_water[('run', '{RUN}')]"] == 11.0
+    assert frozen[f"nvrx_telemetry_errors_total[('component', 'journal'), ('run', '{RUN}')]"] == 7.0
+    synced[0] = True
+    assert board.samples()[steps] == 11.0
+
+
+def test_the_loop_heartbeat_is_a_series() -> None:
+    """Wall time of the launcher's last turn."""
+    board = Board()
+    board.fold.loop_turned(ns(5.0))
+    assert board.value(catalog.LAUNCHER_LOOP) == pytest.approx(ns(5.0) / 1e9)
+
+
+def test_run_states_of_one_instant_stay_in_order() -> None:
+    """Two states entered at the same nanosecond: the later one is the largest."""
+    story = Story()
+    story.start(0.0)
+    story.finish(0.0, exit_code=78)
+    board = Board(story.records)
+    assert board.state() == RunState.FAILED
+
+
+def test_an_unexpected_fault_label_is_impossible() -> None:
+    """The schema's enum is the label set: a record cannot carry another value."""
+    record = next(item for item in exception_story().records if isinstance(item.event, FaultDetected))
+    assert isinstance(record.event, FaultDetected)
+    odd = replace(record, event=replace(record.event, fault="0xdeadbeef"))  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(KeyError):
+        Board([odd])
