@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 
 
-def seeded(seed: int) -> random.Random:
+Generator = random.Random
+"""Type of a seeded generator."""
+
+
+def seeded(seed: int) -> Generator:
     """A generator of its own, independent of the global one; the same seed gives the same sequence."""
-    return random.Random(seed)
+    return Generator(seed)

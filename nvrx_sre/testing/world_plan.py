@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from random import Random
 
+from nvrx_sre.core.rng import Generator
 from nvrx_sre.events.schema import Phase
 
 
@@ -65,7 +65,7 @@ _ENDING = (SimKind.SIGTERM, SimKind.HALT, SimKind.LAUNCHER_KILL)
 _PHASES = (Phase.RENDEZVOUS, Phase.REBUILD, Phase.LOAD, Phase.FIRST_STEP)
 
 
-def draw_plan(rng: Random, *, num_ranks: int, num_steps: int) -> list[SimFault]:
+def draw_plan(rng: Generator, *, num_ranks: int, num_steps: int) -> list[SimFault]:
     """Up to five faults; some hit a recovery (a phase before the first step), some end the launcher."""
     plan = []
     for _ in range(rng.randint(0, 5)):

@@ -258,9 +258,9 @@ def test_c37_death_of_a_replacement_is_a_further_attempt() -> None:
     driven.kill(driven.child_of(1))
     assert [rank for rank, _ in faults(driven)] == [1, 1]
     assert [record.generation for record in driven.records_of(schema.FaultDetected)] == [1, 2]
+    driven.leave_generation(0)
     driven.wait(5.0)
     driven.make_ready(driven.child_of(1))
-    driven.leave_generation(0)
     assert driven.machine.generation == 2
 
 
