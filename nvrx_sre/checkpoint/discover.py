@@ -191,8 +191,12 @@ def clear_interrupted(run_dir: Path) -> list[str]:
     Only for the owner of the run directory, while no writer of the run is alive. Never raises: what cannot
     be removed is tried again at the next start.
     """
-    removed = []
-    for path in _directories(run_dir):
+    removed: list[str] = []
+    try:
+        directories = _directories(run_dir)
+    except StorageError:
+        return removed
+    for path in directories:
         if path.name.startswith((TEMPORARY_PREFIX, RETIRED_PREFIX)):
             shutil.rmtree(path, ignore_errors=True)
             if path.name.startswith(TEMPORARY_PREFIX):

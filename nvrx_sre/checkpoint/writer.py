@@ -146,9 +146,7 @@ class Writer:
     def _options(self) -> WriteOptions:
         from nvrx_sre.checkpoint.storage import WriteOptions
 
-        return WriteOptions(
-            bandwidth_bytes_s=self._config.bandwidth_bytes_s, delay_per_file_s=self._delay_per_file_s()
-        )
+        return WriteOptions(bandwidth_bytes_s=self._config.bandwidth_bytes_s, delay_per_file_s=self._delay_per_file_s())
 
     def _delay_per_file_s(self) -> float:
         """Injected slowness: of the command line, or of a `slow_storage` fault since."""
