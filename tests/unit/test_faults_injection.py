@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from nvrx_sre.core.errors import InternalError
+from nvrx_sre.core.slow_storage import slow_storage_s
 from nvrx_sre.events.schema import FaultClass
 from nvrx_sre.faults import injection
 from nvrx_sre.faults.plan import FaultKind, FaultSpec
-from nvrx_sre.core.slow_storage import slow_storage_s
 from nvrx_sre.restart.torch_errors import describe
 
 
