@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,19 +35,24 @@ from nvrx_sre.events.schema import (
     ProgressResumed,
     RankReplaced,
     Record,
+    Role,
     RolledBack,
+    StandbyReady,
     StepKind,
     StepsCommitted,
+    WorkerStarted,
 )
 
 BENCH = "recovery"
 OURS = "nvrx-sre"
 PEER = "torchrun"
 CASES = ("exception", "sigkill")
-GAPS_S = {"exception": 1.5, "sigkill": 7.0}
-"""Time between faults (seconds): after a SIGKILL the next standby must have warmed up again."""
+EXCEPTION_GAP_S = 1.5
+"""Time between exceptions (seconds): a journal's aggregate of steps covers one second."""
+STANDBY_S = 4.0
+"""Warm-up of a standby where the calibration saw none become ready (seconds)."""
 FIRST_FAULT_STEP = 20
-CALIBRATION_STEPS = 60
+CALIBRATION_STEPS = 100
 PEER_SAVE_EVERY = 20
 PEER_GAP_STEPS = 30
 RUN_TIMEOUT_S = 3600.0
@@ -195,10 +199,10 @@ def measure(config: BenchConfig) -> list[Row]:
     """Run every case for both contestants and return the rows."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="nvrx-sre-bench-") as scratch:
-        step_s = _calibrate(Path(scratch) / "calibration", config.ranks)
+        pace = _calibrate(Path(scratch) / "calibration", config.ranks)
         for case in config.cases:
-            gap_steps = max(2, round(GAPS_S[case] / step_s))
-            rows += _rows(OURS, case, config, _run_ours(Path(scratch) / case, case, config, gap_steps))
+            measured = _run_ours(Path(scratch) / case, case, config, pace.gap_steps(case))
+            rows += _rows(OURS, case, config, measured)
             if config.num_peer_faults:
                 rows += _rows(PEER, case, config, _run_peer(Path(scratch) / f"peer-{case}", case, config))
     return rows
@@ -217,16 +221,41 @@ def _rows(contestant: str, case: str, config: BenchConfig, measured: Measured) -
     ]
 
 
-def _calibrate(run_dir: Path, ranks: int) -> float:
-    """Mean step of a short run without faults (seconds): decides only how far apart the faults stand."""
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How fast this machine is now: decides only how far apart the faults stand."""
+
+    step_s: float
+    standby_s: float
+
+    def gap_steps(self, case: str) -> int:
+        """Steps between two faults of `case`: after a SIGKILL the next standby must have warmed up again."""
+        gap_s = EXCEPTION_GAP_S if case == "exception" else 2 * self.standby_s
+        return max(2, round(gap_s / self.step_s))
+
+
+def pace_of(records: Iterable[Record]) -> Pace:
+    """Pace from the records of a run without faults. Raises `InternalError` if it took no step."""
+    total_s, total_steps, standby_s = 0.0, 0, STANDBY_S
+    started_ns: int | None = None
+    for record in records:
+        event = record.event
+        if isinstance(event, StepsCommitted):
+            value_s, num_steps = _per_step(event)
+            total_s, total_steps = total_s + value_s * num_steps, total_steps + num_steps
+        elif isinstance(event, WorkerStarted) and event.role is Role.STANDBY:
+            started_ns = record.time_ns
+        elif isinstance(event, StandbyReady) and started_ns is not None:
+            standby_s = seconds(record.time_ns - started_ns)
+    if not total_steps:
+        raise InternalError("the benchmark's calibration took no step")
+    return Pace(step_s=total_s / total_steps, standby_s=standby_s)
+
+
+def _calibrate(run_dir: Path, ranks: int) -> Pace:
+    """Pace of a short run without faults."""
     _train(run_dir, ranks, CALIBRATION_STEPS, ())
-    per_step = defaultdict(list)
-    for record in read_journal(run_dir / "journal"):
-        if isinstance(record.event, StepsCommitted):
-            value_s, num_steps = _per_step(record.event)
-            per_step["s"].append(value_s * num_steps)
-            per_step["n"].append(num_steps)
-    return sum(per_step["s"]) / sum(per_step["n"])
+    return pace_of(read_journal(run_dir / "journal"))
 
 
 def _run_ours(run_dir: Path, case: str, config: BenchConfig, gap_steps: int) -> Measured:

@@ -100,6 +100,9 @@ def _print_result(console: Console, summary: Mapping[str, Any]) -> None:
         console.print(f"Goodput: {shares}")
     loss = summary.get("final_loss")
     loss_text = f", final loss {loss:.4f}" if isinstance(loss, (int, float)) else ""
+    entropy = (summary.get("result") or {}).get("unigram_entropy")
+    if loss_text and isinstance(entropy, (int, float)):
+        loss_text += f" (byte unigram entropy {entropy:.4f})"
     code = summary.get("exit_code", "-")
     console.print(
         Text(

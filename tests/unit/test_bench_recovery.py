@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nvrx_sre.bench import recovery
-from nvrx_sre.bench.recovery import BenchConfig, Measured, Recovery, Stamp
+from nvrx_sre.bench.recovery import BenchConfig, Measured, Pace, Recovery, Stamp
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, StepKind, StepsCommitted
@@ -96,7 +96,7 @@ def test_a_peer_that_never_came_back_is_an_error() -> None:
 def test_rows_hold_overhead_and_raw_total(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case has its row and its `total` row, for both contestants."""
     measured = Measured(recoveries=(Recovery(total_s=1.0, redone_steps=4),), step_s=0.1, note="n")
-    monkeypatch.setattr(recovery, "_calibrate", lambda *_: 0.1)
+    monkeypatch.setattr(recovery, "_calibrate", lambda *_: Pace(step_s=0.1, standby_s=3.0))
     monkeypatch.setattr(recovery, "_run_ours", lambda *_: measured)
     monkeypatch.setattr(recovery, "_run_peer", lambda *_: measured)
     rows = recovery.measure(BenchConfig(num_faults=1, num_peer_faults=1))
@@ -125,3 +125,17 @@ def test_a_failing_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
     """The reason is in the error, not in a file that is removed."""
     with pytest.raises(InternalError, match="exit code 3: because"):
         recovery._execute(["sh", "-c", "echo because; exit 3"], tmp_path / "log")
+
+
+def test_the_pace_sets_faults_apart() -> None:
+    """Twice a standby's warm-up between kills; a default where none became ready."""
+    records = [
+        _record(schema.WorkerStarted(role=schema.Role.STANDBY, pid=1, start_ticks=1, attempt=1), 0),
+        _record(_steps(1, 10, 0.0, 1.0), 1),
+        _record(schema.StandbyReady(pid=1), 3 * S),
+    ]
+    pace = recovery.pace_of(records)
+    assert (pace.step_s, pace.standby_s, pace.gap_steps("sigkill")) == (pytest.approx(0.1), 3.0, 60)
+    assert recovery.pace_of(records[:2]).standby_s == recovery.STANDBY_S
+    with pytest.raises(InternalError, match="no step"):
+        recovery.pace_of(records[:1])
