@@ -17,6 +17,8 @@ from nvrx_sre.telemetry.catalog import Component
 
 NOTE_INTERVAL_S = 60.0
 """Failures of one component are noted at most this often (failure cases C52 and C62)."""
+GATHER_S = 0.2
+"""A sink's batch is this old at most when its work begins; longer than a recovery in process takes."""
 QUEUE_ITEMS = 4096
 """Items that may wait for a sink; beyond it they are dropped and counted."""
 
@@ -72,7 +74,11 @@ class Boundary:
 
 
 class SinkThread(Generic[_Item]):
-    """Hands items in order, in batches, to `handle` on a thread of its own (started at the first item)."""
+    """Hands items in order, in batches, to `handle` on a thread of its own (started at the first item).
+
+    After the first item it gathers for `GATHER_S` before it works, so that rendering does not compete for the
+    interpreter with the recovery that the items tell of. `flush` and `close` do not wait for that.
+    """
 
     def __init__(
         self,
@@ -90,6 +96,7 @@ class SinkThread(Generic[_Item]):
         self._changed = threading.Condition()
         self._num_taken = 0
         self._num_queued = 0
+        self._num_wanted = 0
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -109,7 +116,8 @@ class SinkThread(Generic[_Item]):
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far was handled; False if that took longer than `timeout_s`."""
         with self._changed:
-            wanted = self._num_queued
+            wanted = self._num_wanted = self._num_queued
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: self._num_taken >= wanted, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
@@ -125,10 +133,14 @@ class SinkThread(Generic[_Item]):
             self._thread.join(timeout_s)
         return done
 
+    def _is_urgent(self) -> bool:
+        return self._closing or self._num_wanted > self._num_taken or len(self._queue) > self._capacity // 2
+
     def _main(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+                self._changed.wait_for(self._is_urgent, GATHER_S)
                 if not self._queue:
                     return
                 batch = list(self._queue)

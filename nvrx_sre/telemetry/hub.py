@@ -236,7 +236,7 @@ class Telemetry:
                 make_private_directory(directory)
                 path = directory / "launcher.log"
                 path.touch(mode=PRIVATE_FILE_MODE)
-                # Line buffered: a reader follows it, and a SIGKILL loses nothing.
+                # Line buffered: a reader can follow it.
                 stream = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  # closed by `close`
                 self._log = EventLog(stream, self.redactor)
             return self._log
