@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-
 Generator = random.Random
 """Type of a seeded generator."""
 

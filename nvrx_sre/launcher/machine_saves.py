@@ -238,6 +238,7 @@ class Saves:
     def _on_verified(self, save: _Save, message: WriterProgress) -> None:
         self._held = None
         if save.is_abandoned:
+            self._report_failure(save, SaveFailure.ABANDONED_LINE, "the run went back before this step")
             return
         self._emit(
             save,
