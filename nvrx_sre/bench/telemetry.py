@@ -1,6 +1,6 @@
 """What telemetry costs: a step event in the rank, a record in the launcher, a scrape.
 
-The rank's side is measured as it is in training: build the `Step`, encode it, send it without blocking over a
+The rank's side is measured as it is in training: pack the step report and send it without blocking over a
 real socketpair to another process that receives and decodes. `back to back` has the receiver always
 running; in `paced` it sleeps in between, so that each send also wakes it. Must not: run beside a training.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nvrx_sre.bench.rows import Row, machine_row, summarize, write_json
 from nvrx_sre.core.clock import NS_PER_S, SystemClock, seconds
-from nvrx_sre.events.channel import NO_LOSS, Channel, Step, create_pair
+from nvrx_sre.events.channel import NO_LOSS, Channel, create_pair, pack_step
 from nvrx_sre.events.schema import Event, Phase, PhaseEntered, Record, SaveVerified, StepKind, StepsCommitted
 from nvrx_sre.telemetry import context
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
@@ -82,24 +82,8 @@ def _send_steps(channel: Channel, num_steps: int, pace_s: float) -> list[float]:
 def _report_step(channel: Channel, step: int, mono_ns: int) -> None:
     """What a rank does for telemetry at a step boundary."""
     context.set_step(step)
-    channel.send_nowait(
-        Step(
-            generation=1,
-            step=step,
-            mono_ns=mono_ns,
-            step_s=0.1 * step,
-            data_s=0.0,
-            checkpoint_block_s=0.0,
-            evaluate_s=0.0,
-            tokens=1024 * step,
-            loss=NO_LOSS,
-            has_loss=False,
-            slot=-1,
-            durable=False,
-            captured=0,
-            skipped=0,
-        )
-    )
+    packet = pack_step(1, step, mono_ns, 0.1 * step, 0.0, 0.0, 0.0, 1024 * step, NO_LOSS, False, -1, False, 0, 0)
+    channel.send_packet_nowait(packet)
 
 
 def _launcher_rows() -> list[Row]:

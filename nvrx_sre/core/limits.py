@@ -71,8 +71,8 @@ class Deadlines:
     """After the last step until the training function returned."""
     teardown_s: float = 10.0
     """Acknowledged interrupt until ready for the next generation."""
-    interrupt_grace_s: float = 0.5
-    """Interrupt raised until acknowledged; past it the rank is killed."""
+    interrupt_grace_s: float = 2.0
+    """Interrupt raised until acknowledged; past it the rank is killed. NCCL's abort takes 0.5 s on H200."""
     suspicion_s: float = 0.1
     """A communication error waits this long for a death or another error before it is blamed."""
     final_drain_s: float = 300.0

@@ -67,7 +67,7 @@ class InjectionActions(Protocol):
 class StepTimed(Protocol):
     """Actions that know how long a step usually takes."""
 
-    median_step_s: float
+    usual_step_s: float
 
 
 def fire(spec: FaultSpec, actions: InjectionActions) -> None:
@@ -187,7 +187,7 @@ def _corrupt_checkpoint(spec: FaultSpec, actions: InjectionActions) -> None:
 
 
 def _slow(spec: FaultSpec, actions: InjectionActions) -> None:
-    usual_s = actions.median_step_s if isinstance(actions, StepTimed) else NOMINAL_STEP_S
+    usual_s = actions.usual_step_s if isinstance(actions, StepTimed) else NOMINAL_STEP_S
     threading.Event().wait((spec.value - 1.0) * usual_s)
 
 

@@ -39,6 +39,9 @@ class Leftovers:
                     child.kill()
                     child.join(JOIN_S)
         for thread in threading.enumerate():
+            # Native threads that once called into Python (autograd's device threads) are torch's, not the user's.
+            if isinstance(thread, threading._DummyThread):
+                continue
             if id(thread) not in self._threads and id(thread) not in self._kept:
                 thread.join(JOIN_S)
                 if thread.is_alive():

@@ -57,7 +57,7 @@ def describe(error: BaseException) -> Description:
     return Description(
         fault=FaultClass.COLLECTIVE_ERROR if communication else classify(error, text),
         communication=communication,
-        exception_type=name if module == "builtins" else f"{module}.{name}",
+        exception_type=name if module in ("builtins", "nvrx_sre.core.errors") else f"{module}.{name}",
         frame=user_frame(error.__traceback__),
         message=text.strip().split("\n", 1)[0][:MAX_MESSAGE_CHARS],
         stack="".join(traceback.format_exception(error))[-MAX_STACK_CHARS:],

@@ -14,7 +14,7 @@ Runs in the main thread only; a training function elsewhere could not be interru
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nvrx_sre.core.errors import Interrupted
@@ -39,7 +39,7 @@ class GenerationBody:
 
     function: Callable[[], Any]
     result: Callable[[], dict[str, Any]]
-    discard: Callable[[], None] = field(default=lambda: None)
+    discard: Callable[[], None]
 
 
 class Restarter:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from nvrx_sre.session.saving import HotSaver
 
 USER_PHASES = {"data": Phase.DATA, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
+
+
+IMMUTABLE = (int, float, complex, str, bytes, tuple, frozenset, type(None))
 
 
 class NonFiniteLoss(Exception):
@@ -56,8 +59,9 @@ class Context:
         self._saver: HotSaver | None = None
         self._tokens = 0
         self._results: dict[str, Any] = {}
+        self._restored_step = 0
         self._injector: Injector | None = None
-        self._control.step = 0
+        self._newest_candidate = max((int(item["step"]) for item in go.candidates), default=0)
         if process.settings.fault_specs:
             from nvrx_sre.session.injecting import Injector
 
@@ -120,6 +124,11 @@ class Context:
         """
         if self._saver is not None:
             raise UserError("ctx.track() was called after ctx.restore(): register all state first")
+        for name, value in objects.items():
+            if isinstance(value, IMMUTABLE):
+                raise UserError(
+                    f"ctx.track({name}=...): a {type(value).__name__} cannot be restored in place, use a dict"
+                )
         self._tracked.update(objects)
 
     def restore(self) -> int:
@@ -137,7 +146,7 @@ class Context:
         started_ns = control.clock.monotonic_ns()
         step, source = Restorer(self._process, self._go, self.rank, self.device).restore(self._tracked)
         now_ns = control.clock.monotonic_ns()
-        control.step = step
+        control.step = self._restored_step = step
         control.send(
             wire.Restored(
                 generation=self.generation,
@@ -161,9 +170,11 @@ class Context:
         saver, times = self._saver, self._times
         if saver is None or times is None:
             raise UserError("ctx.commit() was called before ctx.restore()")
-        value = wire.NO_LOSS if loss is None else float(loss)
         step = self._control.step + 1
         self._inject("commit")
+        value = wire.NO_LOSS if loss is None else float(loss)
+        if self.poisoned:
+            value = math.nan
         if loss is not None and not math.isfinite(value):
             raise NonFiniteLoss(f"loss of step {step} is {value}")
         if saver.is_durable_due(step):
@@ -172,33 +183,38 @@ class Context:
         captured = saver.at_boundary(step)
         times.switch(Phase.STEP)
         self._tokens += tokens
+        self._count_step(step)
         self._control.step = step
         self._control.progress += 1
         self._control.enter(Phase.STEP, tell=False)
         self._report(value, loss is not None, captured.slot, captured.durable)
         ambient.set_step(step)
 
+    def _count_step(self, step: int) -> None:
+        if self._injector is not None and self._times is not None:
+            self._injector.step_committed(self._times.total_s(Phase.STEP), step - self._restored_step)
+
     def _report(self, loss: float, has_loss: bool, slot: int, durable: bool) -> None:
         times, saver = self._times, self._saver
         assert times is not None and saver is not None
-        self._control.channel.send_nowait(
-            wire.Step(
-                generation=self.generation,
-                step=self._control.step,
-                mono_ns=self._control.clock.monotonic_ns(),
-                step_s=times.total_s(Phase.STEP),
-                data_s=times.total_s(Phase.DATA),
-                checkpoint_block_s=times.total_s(Phase.SAVE),
-                evaluate_s=times.total_s(Phase.EVALUATE),
-                tokens=self._tokens,
-                loss=loss,
-                has_loss=has_loss,
-                slot=slot,
-                durable=durable,
-                captured=saver.num_captured,
-                skipped=saver.num_skipped,
-            )
+        control = self._control
+        packet = wire.pack_step(
+            self.generation,
+            control.step,
+            control.clock.monotonic_ns(),
+            times.total_s(Phase.STEP),
+            times.total_s(Phase.DATA),
+            times.total_s(Phase.SAVE),
+            times.total_s(Phase.EVALUATE),
+            self._tokens,
+            loss,
+            has_loss,
+            slot,
+            durable,
+            saver.num_captured,
+            saver.num_skipped,
         )
+        control.channel.send_packet_nowait(packet)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -247,6 +263,18 @@ class Context:
         """What `finish` was given."""
         return dict(self._results)
 
+    def run(self, function: Callable[[Context], Any]) -> None:
+        """Call the training function with this context; the runtime's entry, not for user code."""
+        self._inject("init")
+        function(self)
+        self._inject("exit")
+
+    def discard(self) -> None:
+        """The generation is over on this rank; the runtime's exit, not for user code."""
+        self._inject("teardown")
+
     def _inject(self, point: str) -> None:
+        """Fire planned faults of the next step; before the restore, of the step after the newest candidate's."""
         if self._injector is not None:
-            self._injector.at(self._control.step + 1, point)
+            step = self._control.step if self._saver is not None else self._newest_candidate
+            self._injector.at(step + 1, point)

@@ -55,10 +55,12 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
     from nvrx_sre.restart.wrapper import GenerationBody, Restarter
     from nvrx_sre.session.warm import warm_up
 
+    read = rank_variable_read()
+    stop_watching_rank_variables()
     restarter = Restarter(process.control, ProcessGroups())
     warm_up(restarter.groups)
     try:
-        assign = _park(process)
+        assign = _park(process, read)
     except RestartAborted:
         return
     ambient.bind(run=process.settings.run, rank=assign.rank)
@@ -67,7 +69,9 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
         ambient.set_generation(go.generation)
         set_rank_variables(assign.rank, assign.local_rank, go.world_size)
         context = Context(process, assign, go, restarter)
-        return GenerationBody(function=lambda: function(context), result=lambda: context.result)
+        return GenerationBody(
+            function=lambda: context.run(function), result=lambda: context.result, discard=context.discard
+        )
 
     try:
         restarter.run(assign.generation, body_for)
@@ -75,9 +79,8 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
         return
 
 
-def _park(process: RankProcess) -> wire.Assign:
-    """Say that this process can become a rank, and wait until it does."""
-    read = rank_variable_read()
+def _park(process: RankProcess, read: str) -> wire.Assign:
+    """Say that this process can become a rank, and wait until it does. `read`: rank variable the script has read."""
     process.control.send(
         wire.Parked(
             fit=not read,
@@ -86,7 +89,6 @@ def _park(process: RankProcess) -> wire.Assign:
         )
     )
     assign, descriptor = process.control.wait_assigned()
-    stop_watching_rank_variables()
     if descriptor is not None:
         process.map_slots(descriptor, assign.slot_data_bytes, assign.slot_blob_bytes)
     return assign

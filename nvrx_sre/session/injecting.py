@@ -27,6 +27,11 @@ class Injector:
         self.run_dir = Path(process.settings.run_dir)
         self.launcher_pid = process.settings.launcher_pid
         self.poisoned = False
+        self.usual_step_s = 0.1
+
+    def step_committed(self, total_step_s: float, num_steps: int) -> None:
+        """Know how long a step usually takes: what `slow` stretches (the mean of this generation, seconds)."""
+        self.usual_step_s = total_step_s / max(1, num_steps)
 
     def at(self, step: int, point: str) -> None:
         """Fire what is due at `point` of `step` on this rank."""

@@ -245,7 +245,7 @@ def test_slow_storage_leaves_its_mark(tmp_path: Path) -> None:
 class TimedActions(Actions):
     """Knows how long a step takes."""
 
-    median_step_s: float = 0.5
+    usual_step_s: float = 0.5
 
 
 @pytest.mark.parametrize(
