@@ -38,9 +38,10 @@ class Shutdown:
         self._give_up_ns: int | None = None
 
     def finish(self, result: dict[str, Any], now_ns: int) -> None:
-        """Training is done: ranks stay until the last save is verified."""
+        """Training is done: the last step is saved if it is not yet, ranks stay until that is verified."""
         self._begin(0, "finished", self._job.config.limits.deadlines.final_drain_s, now_ns)
         self._result = result
+        self._saves.flush(self._commits.sealed, now_ns)
         self.poll(now_ns)
 
     def stop(self, exit_code: int, reason: str, now_ns: int) -> None:

@@ -289,7 +289,7 @@ def test_c46_preemption_saves_without_the_ranks(by_person: bool, exit_code: int)
     driven.step(7)
     driven.feed(c.SignalReceived(signal=15, by_person=by_person))
     assert [item.step for item in driven.all(c.StartSave)] == [7]
-    driven.wait(1.0)
+    driven.wait(2 * Deadlines().interrupt_grace_s)
     assert {item.child for item in driven.all(c.Kill)} == {1, 2}
     driven.kill(1)
     driven.kill(2)
