@@ -23,7 +23,8 @@ from nvrx_sre.core.clock import seconds, to_ns
 from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.core.rng import seeded
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import BudgetReset, Event, Phase, Record, Role, to_dict
+from nvrx_sre.events.codec import to_dict
+from nvrx_sre.events.schema import BudgetReset, Event, Phase, Record, Role
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
 from nvrx_sre.policy.history import History

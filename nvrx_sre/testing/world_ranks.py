@@ -82,10 +82,11 @@ class SimWriter(SimChild):
 
     def write(self, step: int, generation: int, slots: tuple[int, ...]) -> None:
         """Begin a save; contents are read while it runs, so the slots must be left alone."""
-        taken = [self.world.storage.slots[rank].contents[slot] for rank, slot in enumerate(slots)]
+        mapped = list(self.world.storage.slots)  # a mapping outlives the launcher's dropping of the slots
+        taken = [mapped[rank].contents[slot] for rank, slot in enumerate(slots)]
 
         def written() -> None:
-            now = [self.world.storage.slots[rank].contents[slot] for rank, slot in enumerate(slots)]
+            now = [mapped[rank].contents[slot] for rank, slot in enumerate(slots)]
             if now != taken or any(item is None or item.step != step for item in taken):
                 self.world.violation(f"slots of the held save of step {step} were overwritten")
             self._report(step, "written")
