@@ -6,7 +6,8 @@ gated on what the run itself exports: budgets and their limits, entry times of s
 Nothing is `increase()` of a fresh counter, which misses the first event and is no whole number (C63, C65).
 
 - `NvrxCrashLooping`: a retry budget that only attempts without progress use is used up, and no new step was
-  committed since the run last entered `recovering`. A recovery never gets there: progress refills the budgets.
+  committed since the run last entered `recovering`. A recovery never gets there: progress refills the budgets. A
+  run that was halted and submitted again starts with a clean slate: it loops only when it has failed again.
 - `NvrxRunHalted`: the newest thing known of the run is its halt. Outlives the pod; any later state clears it.
 
 Invariants: every alert has a runbook of its name; every rule keeps the labels of the key. Pure.
@@ -22,10 +23,11 @@ from nvrx_sre.monitoring.values import Values
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.metric import Metric
 
-PROGRESS_CAPS = ("same_fingerprint", "consecutive", "window", "startup")
-"""Caps that only attempts without progress use up. Not among them: one retry of a non-finite loss, whose limit of
-1 a single recovery reaches; `device`, which counts recoveries too; `storage` and `unknown_progress`, which say
-that evidence is missing rather than that the run loops."""
+PROGRESS_CAPS = ("same_fingerprint", "consecutive", "startup")
+"""Caps that count attempts in a row without progress. Not among them: `window`, which remembers attempts before the
+last progress; one retry of a non-finite loss, whose limit of 1 a single recovery reaches; `device`, which counts
+faults of one device; `storage` and `unknown_progress`, which say that evidence is missing rather than that the
+run loops. Where one of these stops the run, `NvrxRunHalted` says so."""
 ACTIVE_STATES = tuple(
     value for label in catalog.RUN_STATE_ENTERED.labels for value in label.values if value != "halted"
 )
@@ -82,14 +84,18 @@ def recording_rules(values: Values) -> list[RecordingRule]:
     query = Query(group_labels=values.group_labels)
     memory_s = values.sample_memory_s
 
+    def live(metric: Metric, *by: str) -> RecordingRule:
+        expr = query.live(metric, *by, memory_s=memory_s)
+        return RecordingRule(name=recorded(metric), expr=expr, metric=metric, labels=by)
+
     def newest(metric: Metric, *by: str) -> RecordingRule:
         expr = query.latest(metric, *by, memory_s=memory_s)
         return RecordingRule(name=recorded(metric), expr=expr, metric=metric, labels=by)
 
     entered = catalog.RUN_STATE_ENTERED
     return [
-        newest(catalog.BUDGET_USED, "cap"),
-        newest(catalog.BUDGET_LIMIT, "cap"),
+        live(catalog.BUDGET_USED, "cap"),
+        live(catalog.BUDGET_LIMIT, "cap"),
         newest(catalog.LAST_NEW_STEP),
         newest(entered, "state"),
         RecordingRule(
@@ -98,10 +104,10 @@ def recording_rules(values: Values) -> list[RecordingRule]:
             metric=entered,
             labels=(),
         ),
-        RecordingRule(  # sparse on purpose: only halted runs have it, so that remembering it for days is cheap
-            name=recorded(catalog.HALTED_TIMESTAMP),
-            expr=f"{query.latest(catalog.HALTED_TIMESTAMP, memory_s=memory_s)} > 0",
-            metric=catalog.HALTED_TIMESTAMP,
+        RecordingRule(  # sparse on purpose: only runs that were halted have it, which makes a week's memory cheap
+            name=recorded(entered, "max_halted"),
+            expr=f"{query.latest(entered, memory_s=memory_s, state='halted')} > 0",
+            metric=entered,
             labels=(),
         ),
     ]
@@ -122,13 +128,16 @@ def _crash_looping(values: Values) -> AlertRule:
         threshold = f"{number(values.crash_loop_budget_ratio)} * {limit}"
     recovering = f'{recorded(catalog.RUN_STATE_ENTERED)}{{state="recovering"}}'
     stuck = f"{recorded(catalog.LAST_NEW_STEP)} < on {query.keys()} {recovering}"
+    halted = f"({recorded(catalog.RUN_STATE_ENTERED, 'max_halted')} > on {query.keys()} {recovering})"
+    resubmitted = f"{recorded(catalog.RUN_STATE_ENTERED, 'max_active')} > on {query.keys()} {halted}"
     return AlertRule(
         name="NvrxCrashLooping",
         severity="critical",
-        expr=f"max by {query.keys()} ({used} >= {threshold})\nand on {query.keys()}\n({stuck})",
+        expr=f"max by {query.keys()} ({used} >= {threshold})\nand on {query.keys()}\n({stuck})\n"
+        f"unless on {query.keys()}\n({resubmitted})",
         for_s=values.crash_loop_for_s,
         meaning="The run restarts again and again without committing a step that it had not committed before.",
-        clears="With the first new step, or when the series of the run are gone.",
+        clears="With the first new step, when a halted run is submitted again, or when the series of the run are gone.",
         summary="Run {{ $labels.run }} is crash looping: {{ $value }} attempts without progress.",
         description=(
             "Attempts without progress have used up a retry budget and no new step was committed since the last "
@@ -140,12 +149,12 @@ def _crash_looping(values: Values) -> AlertRule:
 def _run_halted(values: Values) -> AlertRule:
     query = Query(group_labels=values.group_labels)
     window = duration(values.halted_memory_s)
-    halted = f"last_over_time({recorded(catalog.HALTED_TIMESTAMP)}[{window}])"
+    halted = f"last_over_time({recorded(catalog.RUN_STATE_ENTERED, 'max_halted')}[{window}])"
     active = f"last_over_time({recorded(catalog.RUN_STATE_ENTERED, 'max_active')}[{window}])"
     return AlertRule(
         name="NvrxRunHalted",
         severity="critical",
-        expr=f"{halted}\n>= on {query.keys()}\n{active}",
+        expr=f"{halted}\n> on {query.keys()}\n{active}",
         for_s=0.0,
         meaning="The run stopped with exit 93: a retry cap was reached, the fault cannot be cured by a restart, or "
         "somebody halted it. Nothing will start it again by itself.",

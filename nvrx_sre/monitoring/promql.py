@@ -67,6 +67,11 @@ class Query:
             selector = f"last_over_time({selector}[{duration(memory_s)}])"
         return f"max by {self.keys(*_checked(metric, by))} ({selector})"
 
+    def live(self, metric: Metric, *by: str, memory_s: float, **labels: str | Sequence[str]) -> str:
+        """Newest value of a gauge that may fall: a remembered sample counts only where there is no live one."""
+        now = self.latest(metric, *by, memory_s=0.0, **labels)
+        return f"{now}\nor\n{self.latest(metric, *by, memory_s=memory_s, **labels)}"
+
     def rate(self, metric: Metric, *by: str, window: str, suffix: str = "", **labels: str | Sequence[str]) -> str:
         """Per-second rate of a counter or of a histogram's parts."""
         return self._over_window("rate", metric, by, window, self.series(metric, suffix, **labels))

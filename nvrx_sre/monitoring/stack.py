@@ -207,6 +207,7 @@ class MonitoringStack:
             f"--config.file={file}",
             f"--storage.path={directory / 'alertmanager'}",
             "--web.listen-address=127.0.0.1:0",
+            "--web.external-url=http://127.0.0.1/",
             "--cluster.listen-address=",
         ]
         return self._serve([self._tools.alertmanager, *arguments], directory / "alertmanager.log")
@@ -219,6 +220,7 @@ class MonitoringStack:
             f"--config.file={file}",
             f"--storage.tsdb.path={directory / 'prometheus'}",
             "--web.listen-address=127.0.0.1:0",
+            "--web.external-url=http://127.0.0.1/",
             "--enable-feature=exemplar-storage",
         ]
         return self._serve([self._tools.prometheus, *arguments], directory / "prometheus.log")

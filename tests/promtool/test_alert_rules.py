@@ -30,8 +30,9 @@ STATES = ("starting", "training", "recovering", "finished", "failed", "preempted
 class Story:
     """History of one run: (time, what) in order. What: start, train, fault, redo, progress, a final state.
 
-    `fault` adds an attempt without progress, `progress` refills the budgets and lets new steps flow. `pods`:
-    (name, from, to) in seconds; a pod exports what the run's history says, which the run directory keeps.
+    `fault` adds an attempt without progress, `advance` lets new steps flow, `progress` also refills the budgets
+    (but for the window), `reset` is an operator's. `pods`: (name, from, to) in seconds; a pod exports what the
+    run's history says, which the run directory keeps.
     """
 
     events: list[tuple[float, str]]
@@ -51,7 +52,8 @@ class Story:
     def used(self, cap: str, now: float) -> float:
         count = 0
         for _, what in self._past(now):
-            count = 0 if what == "progress" else count + (what == "fault" and cap in self.caps)
+            refills = what == "reset" or (what == "progress" and cap != "window")
+            count = 0 if refills else count + (what == "fault" and cap in self.caps)
         return count
 
     def last_new_step(self, now: float) -> float:
@@ -59,21 +61,16 @@ class Story:
         for at, what in self._past(now):
             if flowing or (what == "start" and not newest):
                 newest = at - 0.2  # the step before a fault was committed a little earlier
-            if what in ("train", "progress"):
+            if what in ("train", "progress", "advance"):
                 flowing, newest = True, at
             elif what != "start":
                 flowing = False
         return now if flowing else newest
 
     def entered(self, state: str, now: float) -> float:
-        names = {"start": "starting", "train": "training", "redo": "training", "progress": "training"}
+        names = {"start": "starting"} | dict.fromkeys(("train", "redo", "progress", "advance"), "training")
         names["fault"] = "recovering"
-        entered = max((at for at, what in self._past(now) if names.get(what, what) == state), default=0.0)
-        return entered + 0.1 if entered and state == "halted" else entered  # recorded a little after the halt
-
-    def halted(self, now: float) -> float:
-        past = self._past(now)
-        return past[-1][0] if past and past[-1][1] == "halted" else 0.0
+        return max((at for at, what in self._past(now) if names.get(what, what) == state), default=0.0)
 
     def series(self) -> list[Series]:
         found = []
@@ -95,7 +92,6 @@ class Story:
             for state in STATES:
                 add(catalog.RUN_STATE_ENTERED, lambda now, state=state: self.entered(state, now), state=state)
             add(catalog.LAST_NEW_STEP, self.last_new_step)
-            add(catalog.HALTED_TIMESTAMP, self.halted)
         return found
 
 
@@ -133,9 +129,14 @@ def crash_cases():
     cured = Story([*LOOP, (1200, "progress")])
     flaky = Story(LOOP, lost_scrapes=(780, 1500, 3))
     moved = Story(LOOP, pods=[("old", 0, 900), ("new", 1200, float("inf"))])
-    moved_cured = Story([*LOOP, (1210, "progress")], pods=[("old", 0, 900), ("new", 1200, float("inf"))])
+    held = Story([*LOOP, (1200, "advance"), (1500, "progress")])
+    again = Story([*LOOP, (721, "halted"), (1000, "start"), (1060, "redo")])
+    again.pods = [("old", 0, 850), ("new", 1000, float("inf"))]
+    moved_cured = Story([*LOOP, (1210, "advance")], pods=[("old", 0, 900), ("new", 1200, float("inf"))])
     overlap = Story([*LOOP, (960, "progress")], pods=[("old", 0, 955), ("new", 940, float("inf"))])
-    moved_early = Story(two.events, pods=[("old", 0, 900), ("new", 960, float("inf"))])
+    moved_early = Story(two.events, pods=[("old", 0, 970), ("new", 930, float("inf"))])
+    reset = Story([*LOOP, (721, "halted"), (960, "reset"), (961, "start"), (980, "redo"), (1020, "fault")])
+    reset.pods = [("old", 0, 850), ("new", 961, float("inf"))]
     gone = Story(LOOP, pods=[("old", 0, 900)])
     healthy = Story(BEGIN, run="other")
     namesake = Story(BEGIN, namespace="research")
@@ -156,8 +157,11 @@ def crash_cases():
         tell("two of three scrapes lost", 2400, flaky, crash=[(at, (flaky,)) for at in range(840, 1500, 60)]),
         tell("pod replaced in mid-loop", 2400, moved, crash=[(at, (moved,)) for at in (840, 960, 1140, 1260, 2340)]),
         tell("pod replaced, then cured", 2400, moved_cured, crash=[(1140, (moved_cured,)), *silent(1320, 1500)]),
-        tell("pod replaced after two attempts", 2400, moved_early, crash=silent(*EVERY_MINUTE)),
+        tell("pod replaced after two attempts", 2400, moved_early, crash=silent(945, *EVERY_MINUTE)),
+        tell("new steps, not safe yet", 2400, held, crash=[(1140, (held,)), *silent(1320, 1440, 1560, 2340)]),
+        tell("resubmitted with its budgets", 2400, again, crash=[(960, (again,)), *silent(1140, 1500, 2340)]),
         tell("old and new pod overlap", 2400, overlap, crash=[(840, (overlap,)), *silent(1080, 1200, 1500)]),
+        tell("resumed, then one fault", 2400, reset, crash=[(780, (reset,)), *silent(1080, 1200, 1500, 2340)]),
         tell("series gone", 2400, gone, crash=[(1200, (gone,)), *silent(1680, 2340)]),
         tell("two runs and a namesake", 2400, loop, healthy, namesake, crash=fires),
     ]
@@ -186,7 +190,13 @@ def halt_cases():
         tell(
             "halted, pod gone", 3600, lingering, halt=[*silent(660), *[(at, (lingering,)) for at in (840, 1620, 3600)]]
         ),
-        tell("resubmitted", 3000, resubmitted, halt=[(960, (resubmitted,)), *silent(1140, 1800, 3000)]),
+        tell(
+            "resubmitted",
+            3000,
+            resubmitted,
+            crash=[(780, (resubmitted,)), *silent(1140, 1800, 3000)],
+            halt=[(960, (resubmitted,)), *silent(1140, 1800, 3000)],
+        ),
         tell("resubmitted and finished", 3600, finished, halt=[(960, (finished,)), *silent(1140, 2100, 2700, 3600)]),
         tell("halted twice", 3600, twice, halt=[(960, (twice,)), *silent(1140), (1980, (twice,)), (3600, (twice,))]),
         tell("two runs and a namesake", 2400, lingering, healthy, namesake, halt=[*silent(660), (840, (lingering,))]),
@@ -228,6 +238,7 @@ def _replace(pattern, replacement):
 
 
 RECOVERING = re.escape('run:nvrx_run_state_entered_timestamp_seconds:max{state="recovering"}')
+OF_BUDGET = r"( by \(cluster, namespace, run, cap\) \((?:last_over_time\()?nvrx_budget_used)"
 MUTANTS = {
     "threshold one attempt higher": _replace(r">= \((run:nvrx_budget_limit)", r"> (\1"),
     "threshold one attempt lower": _replace(r">= (\(run:nvrx_budget_limit)", r"+ 1 >= \1"),
@@ -235,13 +246,17 @@ MUTANTS = {
     "gate dropped": _replace(r"\n +and on \(cluster, namespace, run\)\n.*recovering\"}\)", ""),
     "gate negated": _replace(r"(last_new_step_timestamp_seconds:max) <", r"\1 >"),
     "and becomes unless": _replace(r"\n( +)and on", r"\n\1unless on"),
+    "a resubmitted run still loops": _replace(r"\n +unless on \(cluster, namespace, run\)\n.*\)\)", ""),
+    "resubmission negated": _replace(r"(max_active) >", r"\1 <"),
+    "remembered budgets count beside live ones": _replace(
+        r"max by \(cluster, namespace, run, cap\) \(nvrx_budget_used\)\n +or\n", ""
+    ),
     "gate on another state": _replace(RECOVERING, RECOVERING.replace("\\", "").replace("recovering", "starting")),
     "non-finite counts": _replace(r"same_fingerprint\|", "same_fingerprint|nonfinite|"),
+    "window counts": _replace(r"same_fingerprint\|", "same_fingerprint|window|"),
     "device counts": _replace(r"same_fingerprint\|", "same_fingerprint|device|"),
     "same fingerprint does not count": _replace(r"same_fingerprint\|", ""),
-    "pods are added up": _replace(
-        r"max (by \(cluster, namespace, run, cap\) \(last_over_time\(nvrx_budget_used)", r"sum \1"
-    ),
+    "pods are added up": _replace(rf"max{OF_BUDGET}", r"sum\1"),
     "oldest of the new steps": _replace(
         r"max (by \(cluster, namespace, run\) \(last_over_time\(nvrx_last_new)", r"min \1"
     ),
@@ -252,10 +267,9 @@ MUTANTS = {
     "for of ten minutes": _replace(r"(- alert: NvrxCrashLooping\n)", r"\1    for: 10m\n"),
     "halt is forgotten with the pod": _replace(r"\[1w\]", "[1m]"),
     "halt is never forgotten": _replace(r"\[1w\]", "[30d]"),
-    "halt gate dropped": _replace(r"\n +>= on \(cluster, namespace, run\)\n +last_over_time.*\[1w\]\)", ""),
-    "halt gate negated": _replace(r"\n( +)>= on", r"\n\1< on"),
+    "halt gate dropped": _replace(r"\n +> on \(cluster, namespace, run\)\n +last_over_time.*\[1w\]\)", ""),
+    "halt gate negated": _replace(r"\n( +)> on", r"\n\1< on"),
     "halted counts as active": _replace(r"starting\|", "starting|halted|"),
-    "not halted counts as halted": _replace(r" > 0\n  - alert", r" >= 0\n  - alert"),
 }
 
 
