@@ -25,7 +25,8 @@ from pathlib import Path
 
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE, fsync_directory, make_private_directory
 from nvrx_sre.core.limits import TelemetryLimits
-from nvrx_sre.events.schema import SCHEMA_VERSION, Record, from_dict, to_dict
+from nvrx_sre.events.codec import from_dict, to_dict
+from nvrx_sre.events.schema import SCHEMA_VERSION, Record
 
 SEGMENT_NAME = re.compile(r"(\d{8})-(\d{6})\.jsonl")
 MAX_SEGMENT_BYTES = 64 * 1024 * 1024

@@ -8,7 +8,6 @@ a pod refills a retry budget.
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import shutil
 import socket
@@ -22,7 +21,6 @@ from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import ExitCode, StorageError
-from nvrx_sre.core.limits import Limits
 from nvrx_sre.events import journal
 from nvrx_sre.events.schema import (
     BudgetReset,
@@ -186,7 +184,7 @@ def _announce(
             hot_every_steps=config.hot_every,
             config_digest=config_digest(config.config_items),
             versions=versions(),
-            limits=flat_limits(config.limits),
+            limits=config.limits.flattened(),
             resumed=bool(past.records),
             fresh=config.start_fresh,
         ),
@@ -245,11 +243,3 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "missing"
     return found
-
-
-def flat_limits(limits: Limits) -> dict[str, float]:
-    """Every scalar limit in force as `group.name`."""
-    flat: dict[str, float] = {}
-    for group, values in dataclasses.asdict(limits).items():
-        flat.update({f"{group}.{name}": float(v) for name, v in values.items() if isinstance(v, int | float)})
-    return flat

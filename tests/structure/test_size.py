@@ -17,7 +17,7 @@ MAX_NESTING = 3
 EXCEPTIONS: dict[str, dict[str, int]] = {
     "function lines": {},
     # The event schema is one closed set and stays in one file.
-    "file lines": {"events/schema.py": 640},
+    "file lines": {},
     "parameters": {},
     "nesting": {},
 }

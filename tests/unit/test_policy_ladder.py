@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvrx_sre.core.limits import CapLimits
+from nvrx_sre.events.codec import from_dict, to_dict
 from nvrx_sre.events.schema import (
     Action,
     BudgetReset,
@@ -23,8 +24,6 @@ from nvrx_sre.events.schema import (
     StepKind,
     StepsCommitted,
     TelemetryDegraded,
-    from_dict,
-    to_dict,
 )
 from nvrx_sre.policy.classify import RULES, RetryClass
 from nvrx_sre.policy.history import History
