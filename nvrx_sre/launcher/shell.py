@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nvrx_sre.core.clock import Clock, seconds
+from nvrx_sre.core.clock import Clock, seconds, to_ns
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Event, FaultInjected, Record, Role, SaveCommitted
+from nvrx_sre.events.schema import Event, FaultInjected, Record, Role, SaveCommitted, TelemetryDegraded
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.effects import Effects
@@ -33,7 +33,8 @@ from nvrx_sre.telemetry.hub import Telemetry
 HOUSEKEEPING_S = 0.5
 """Longest sleep of the loop: halt requests are seen within a second, the loop's own heartbeat stays fresh."""
 
-Sink = Callable[[Record], None]
+DEGRADED_INTERVAL_S = 60.0
+"""Shortest time between two records of telemetry's own losses (failure case C52: at most one a minute)."""
 
 
 class Recorder:
@@ -48,6 +49,8 @@ class Recorder:
         self._history = history
         self._telemetry = telemetry
         self._seq = 0
+        self._next_degraded_ns = 0
+        self._degraded: dict[str, tuple[int, int]] = {}
 
     def replay(self, records: Sequence[Record]) -> None:
         """Learn from the journal of earlier epochs."""
@@ -74,6 +77,20 @@ class Recorder:
             self._note(item)
             pending.extend(self._telemetry.record(record))
 
+    def note_degradation(self, generation: int) -> None:
+        """Record what telemetry dropped or failed at since the last time; at most once a minute."""
+        now_ns = self._clock.monotonic_ns()
+        if now_ns < self._next_degraded_ns:
+            return
+        dropped, failed = self._telemetry.num_dropped(), self._telemetry.num_errors()
+        for component in dropped.keys() | failed.keys():
+            counts = (dropped.get(component, 0), failed.get(component, 0))
+            if counts != self._degraded.get(component, (0, 0)):
+                self._degraded[component] = counts
+                self._next_degraded_ns = now_ns + to_ns(DEGRADED_INTERVAL_S)
+                event = TelemetryDegraded(component=component, dropped=counts[0], errors=counts[1])
+                self.emit(event, generation)
+
     def _note(self, event: Event) -> None:
         if isinstance(event, FaultInjected):
             self.passes[event.spec] = max(self.passes.get(event.spec, 0), event.passes)
@@ -99,6 +116,7 @@ class Shell:
         self._oom = OomCounter()
         self._registered: set[int] = set()
         self._halt_told = False
+        self._next_housekeeping_ns = 0
         self._injected_oom: set[int] = set()
         self.effects = Effects(config, directory, clock, epoch, recorder.emit, self._inputs.append)
         self.effects.passes = recorder.passes
@@ -229,6 +247,11 @@ class Shell:
         )
 
     def _housekeeping(self) -> None:
+        now_ns = self._clock.monotonic_ns()
+        if now_ns < self._next_housekeeping_ns:
+            return
+        self._next_housekeeping_ns = now_ns + to_ns(HOUSEKEEPING_S)
+        self._recorder.note_degradation(self._machine.generation)
         if not self._halt_told and self._directory.halt.exists():
             self._halt_told = True
             value = read_json(self._directory.halt)
