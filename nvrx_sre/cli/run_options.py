@@ -97,7 +97,7 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "--hot-every",
         type=HotEvery(),
-        default=AUTO,
+        default=1,
         show_default=True,
         metavar="N|auto",
         help="Steps a hot capture; 0 switches the hot tier off.",

@@ -49,7 +49,7 @@ def test_auto_capture_says_what_it_does() -> None:
     options = _parse("--hot-every", "auto")
     assert options.hot_every == 1
     assert "every step" in options.notices[0]
-    assert _parse("--hot-every", "5").notices == ()
+    assert _parse("--hot-every", "5").notices == _parse().notices == ()
 
 
 @pytest.mark.parametrize("value", ["-1", "often"])

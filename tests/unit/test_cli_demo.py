@@ -1,0 +1,66 @@
+"""The demo's plan and its promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nvrx_sre.cli import demo
+from nvrx_sre.core.errors import UserError
+from nvrx_sre.core.limits import Deadlines
+from nvrx_sre.faults.plan import FaultKind, FaultPlan
+from nvrx_sre.monitoring.stack import AlertReport
+
+
+def test_the_plan_fits_the_run() -> None:
+    """Every fault can fire, and the kinds are those that the demo promises."""
+    plan = FaultPlan.parse(demo.FAULTS)
+    plan.check(demo.NUM_RANKS, demo.STEPS)
+    assert [spec.kind for spec in plan.specs] == [
+        FaultKind.EXCEPTION,
+        FaultKind.SIGKILL,
+        FaultKind.HANG,
+        FaultKind.CORRUPT_CHECKPOINT,
+        FaultKind.NODE_KILL,
+    ]
+
+
+def test_the_fallback_is_really_taken() -> None:
+    """Between the damage and the node's loss no save is due, and two were due before: the newest is the damaged one."""
+    damaged, lost = (spec.step for spec in FaultPlan.parse(demo.FAULTS).specs[-2:])
+    assert damaged < lost
+    assert damaged // demo.SAVE_EVERY == lost // demo.SAVE_EVERY >= 2
+
+
+def test_the_demos_deadline_is_a_deadline() -> None:
+    """Shorter than the default, so that a person sees the hang found."""
+    assert Deadlines().step_s > demo.STEP_DEADLINE_S
+
+
+def test_an_earlier_demo_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    """A run directory goes; a file, another folder and a link stay."""
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "run.json").write_text("{}")
+    link = tmp_path / "link"
+    link.symlink_to(old)
+    other = tmp_path / "other"
+    other.mkdir()
+    for place in (link, other):
+        with pytest.raises(UserError, match="no run directory"):
+            demo.remove_earlier(place)
+    demo.remove_earlier(old)
+    demo.remove_earlier(tmp_path / "missing")
+    assert not old.exists() and other.exists() and link.is_symlink()
+
+
+def test_alerts_that_fired_and_that_stayed_silent_are_named() -> None:
+    """All four lists, `none` where one is empty."""
+    report = AlertReport(fired=("A",), pending=(), silent=("B", "C"), notified=("A",))
+    assert demo.alert_lines(report) == [
+        "alerts fired:  A",
+        "notified:      A",
+        "only pending:  none",
+        "stayed silent: B, C",
+    ]
