@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 import click
 
 from nvrx_sre.cli.final_tables import print_summary
+from nvrx_sre.cli.follow import RankOutput
 from nvrx_sre.cli.report import TerminalReporter, make_console
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import Record
 from nvrx_sre.faults.plan import FaultPlan
 from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.rundir import RunDirectory
 
 Sink = Callable[[Record], None]
 
@@ -37,7 +39,11 @@ def run_and_report(
     console = make_console()
     for notice in notices:
         console.print(notice)
-    with TerminalReporter(num_steps, console) as reporter:
+    output = RankOutput(
+        RunDirectory(config.run_dir).rank_log(0),
+        lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True),
+    )
+    with TerminalReporter(num_steps, console) as reporter, output:
         ended = launcher.run(config, [reporter, *sinks])
     if reporter.num_dropped:
         console.print(f"{reporter.num_dropped} records were not shown here; the journal has them")

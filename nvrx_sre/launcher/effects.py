@@ -158,6 +158,9 @@ class Effects:
 
     def _assign(self, command: c.AssignRank) -> None:
         self._rank_of[command.child] = command.rank
+        child = self.children.get(command.child)
+        if child is not None:
+            self._directory.point_rank_log(command.rank, child.log)
         slots = self.slots.get(command.rank)
         message = wire.Assign(
             rank=command.rank,

@@ -7,6 +7,7 @@ can never hold the same one. On one host a live predecessor is refused; a dead o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -137,6 +138,19 @@ class RunDirectory:
             return None
         pid = int(holder["pid"])
         return pid if processes.is_alive(pid, int(holder["start_ticks"])) else None
+
+    def rank_log(self, rank: int) -> Path:
+        """Where the output of `rank` goes now: a link to the log of the process that is this rank."""
+        return self.logs / f"rank-{rank:05d}.log"
+
+    def point_rank_log(self, rank: int, log: Path) -> None:
+        """`rank` is now the process that writes `log`. Best effort: only people follow the link."""
+        link = self.rank_log(rank)
+        temporary = link.with_suffix(".new")
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(log.name)
+            temporary.replace(link)
 
     def record_children(self, children: Mapping[int, int]) -> None:
         """Remember live children (pid -> start_ticks) for a successor. Not synced: it guards a live boot only."""
