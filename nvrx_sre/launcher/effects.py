@@ -16,6 +16,7 @@ from nvrx_sre.core import errors
 from nvrx_sre.core.clock import Clock
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Event, Role, SaveFailed, SaveFailure, Tier
+from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import process
 from nvrx_sre.launcher.config import RunConfig
@@ -23,7 +24,6 @@ from nvrx_sre.launcher.hot import HotSlots
 from nvrx_sre.launcher.restorable import Restorables
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.store import StoreHost
-from nvrx_sre.session.settings import ChildSettings
 
 SPAWN_FAILED_CODE = 127
 GROUP_TIMEOUT_S = 600.0

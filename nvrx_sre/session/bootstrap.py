@@ -22,9 +22,10 @@ from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import ExitCode, NvrxError
 from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import channel as wire
+from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.session import process
-from nvrx_sre.session.settings import ChildSettings, read_settings, watch_rank_variables
+from nvrx_sre.session.environment import read_settings, watch_rank_variables
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""

@@ -10,8 +10,8 @@ import threading
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core.errors import InternalError
 from nvrx_sre.events import channel as wire
+from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
-from nvrx_sre.session.settings import ChildSettings
 
 
 class RankProcess:

@@ -23,11 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "restart": ("core", "events"),
     "faults": ("core", "events"),
     "session": ("core", "events", "checkpoint", "restart", "faults.plan", "telemetry.context"),
-    # `session.settings` is the contract that a launcher hands to its children; it loads nothing else.
-    "launcher": (
-        *("core", "events", "policy", "goodput", "telemetry", NO_TORCH_CHECKPOINT, "faults.plan"),
-        "session.settings",
-    ),
+    "launcher": ("core", "events", "policy", "goodput", "telemetry", NO_TORCH_CHECKPOINT, "faults.plan"),
     "trainer": ("core", "session", "faults"),
     # The catalog's own types are part of the catalog.
     "monitoring": ("core", "telemetry.catalog", "telemetry.metric"),

@@ -21,7 +21,7 @@ BROAD_EXCEPTS: dict[str, str] = {
 
 ENVIRONMENT_READERS: dict[str, str] = {
     "checkpoint/writer.py": "the number of its channel's descriptor, as every child gets it",
-    "session/settings.py": "a child's settings, handed over by its launcher; watches what the user's code reads",
+    "session/environment.py": "a child's settings, handed over by its launcher; watches what the user's code reads",
     "session/bootstrap.py": "the descriptor of a child's channel",
     "session/unmanaged.py": "rank and address where a script runs without a launcher",
     "launcher/effects.py": "hands the user's environment on to the children",

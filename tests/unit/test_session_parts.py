@@ -7,7 +7,7 @@ import pytest
 import nvrx_sre
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events.schema import Phase
-from nvrx_sre.session.settings import SETTINGS_VARIABLE, ChildSettings, read_settings
+from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
 from nvrx_sre.session.times import StepTimes
 
 
@@ -29,14 +29,14 @@ def settings() -> ChildSettings:
 
 def test_settings_survive_the_environment() -> None:
     """What the launcher writes is what the child reads."""
-    assert read_settings(settings().to_environment()) == settings()
-    assert read_settings({}) is None
+    assert ChildSettings.from_environment(settings().to_environment()) == settings()
+    assert ChildSettings.from_environment({}) is None
 
 
 def test_broken_settings_are_an_internal_error() -> None:
     """Settings of another version are not guessed at."""
     with pytest.raises(InternalError, match=SETTINGS_VARIABLE):
-        read_settings({SETTINGS_VARIABLE: "{}"})
+        ChildSettings.from_environment({SETTINGS_VARIABLE: "{}"})
 
 
 class Ticks:

@@ -1,49 +1,18 @@
-"""What a child process is told by its launcher, through its environment. The only reader of it on this side."""
+"""The environment of a rank's process: settings from the launcher, rank variables for user code."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass
+from collections.abc import MutableMapping
 
-from nvrx_sre.core.errors import InternalError
+from nvrx_sre.events.settings import ChildSettings
 
-SETTINGS_VARIABLE = "NVRX_SRE_SETTINGS"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChildSettings:
-    """Constant for the life of a child; what changes with a generation comes over the channel."""
-
-    run: str
-    run_dir: str
-    launcher_pid: int
-    role: str
-    attempt: int
-    hot_every: int
-    save_every: int
-    interrupt_signal: int
-    fault_specs: tuple[str, ...]
-    group_timeout_s: float
-
-    def to_environment(self) -> dict[str, str]:
-        """Environment entries that carry these settings."""
-        return {SETTINGS_VARIABLE: json.dumps(asdict(self))}
-
-
-def read_settings(environment: Mapping[str, str] | None = None) -> ChildSettings | None:
+def read_settings() -> ChildSettings | None:
     """Settings of this process, or None if no launcher started it."""
-    text = (os.environ if environment is None else environment).get(SETTINGS_VARIABLE)
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-        value["fault_specs"] = tuple(value["fault_specs"])
-        return ChildSettings(**value)
-    except (ValueError, TypeError, KeyError) as error:
-        raise InternalError(f"{SETTINGS_VARIABLE} cannot be read: {error}") from error
+    return ChildSettings.from_environment(os.environ)
 
 
 def set_rank_variables(rank: int, local_rank: int, world_size: int) -> None:

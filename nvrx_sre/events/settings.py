@@ -1,0 +1,50 @@
+"""What a launcher tells a child once, in one environment variable: part of the contract, like the channel.
+
+Pure: both sides bring their own mapping; nothing here reads the process's environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from nvrx_sre.core.errors import InternalError
+
+SETTINGS_VARIABLE = "NVRX_SRE_SETTINGS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSettings:
+    """Constant for the life of a child; what changes with a generation comes over the channel."""
+
+    run: str
+    run_dir: str
+    launcher_pid: int
+    role: str
+    attempt: int
+    hot_every: int
+    save_every: int
+    interrupt_signal: int
+    fault_specs: tuple[str, ...]
+    group_timeout_s: float
+
+    def to_environment(self) -> dict[str, str]:
+        """Environment entries that carry these settings."""
+        return {SETTINGS_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> ChildSettings | None:
+        """Settings in `environment`, None if no launcher put any there.
+
+        Raises `InternalError` for settings of another version.
+        """
+        text = environment.get(SETTINGS_VARIABLE)
+        if text is None:
+            return None
+        try:
+            value = json.loads(text)
+            value["fault_specs"] = tuple(value["fault_specs"])
+            return cls(**value)
+        except (ValueError, TypeError, KeyError) as error:
+            raise InternalError(f"{SETTINGS_VARIABLE} cannot be read: {error}") from error
