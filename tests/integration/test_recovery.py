@@ -13,10 +13,11 @@ from nvrx_sre.events.schema import (
     Layer,
     RankReplaced,
     RestoredFrom,
+    RunFinished,
     SaveCommitted,
     StateRestored,
 )
-from tests.integration.launched import Ended, train
+from tests.integration.launched import Ended, finish, start, train
 
 DIGESTS = ("loss_digest", "samples_digest", "state_digest")
 
@@ -127,3 +128,20 @@ def test_a_run_can_be_extended_from_its_last_checkpoint(tmp_path: Path) -> None:
     assert second.exit_code == 0, second.explain()
     restored = [event for record, event in second.events(StateRestored) if record.epoch == 2]
     assert [(event.step, event.source) for event in restored] == [(16, RestoredFrom.DURABLE)], second.explain()
+
+
+def test_many_restarts_leak_nothing_and_meshes_are_current(tmp_path: Path) -> None:
+    """12 in-process restarts of a script with DTensor reductions: same result, descriptors and threads stay flat."""
+    script = str(Path(__file__).with_name("clipping_script.py"))
+    common = ["launch", "--nproc-per-node", "2", "--metrics-linger", "0"]
+    plain = finish(start([*common, "--run-dir", str(tmp_path / "plain"), script]), tmp_path / "plain")
+    faults = [item for step in range(4, 52, 4) for item in ("--fault", f"exception@{step // 4 % 2}:{step}")]
+    faulted = finish(start([*common, "--run-dir", str(tmp_path / "run"), *faults, script]), tmp_path / "run")
+    assert (plain.exit_code, faulted.exit_code) == (0, 0), faulted.explain()
+    assert len(faulted.events(IncidentClosed)) == 12
+    results = [ended.events(RunFinished)[-1][1].result for ended in (plain, faulted)]
+    assert results[0] == results[1] and results[0]["norm"] > 0
+    assert faulted.summary["final_loss"] == plain.summary["final_loss"]
+    log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
+    last = {int(line.split()[1]): line.split()[2:] for line in log.splitlines() if line.startswith("resources")}
+    assert last[3] == last[13], f"descriptors, threads, Python threads by generation: {last}"
