@@ -67,7 +67,7 @@ def _incurable(fault: PolicyFault) -> tuple[int, str] | None:
     if fault.fault is FaultClass.PREEMPTION:
         return ExitCode.PREEMPTED, "preempted: the orchestrator starts the job again"
     if fault.fault is FaultClass.CHECKPOINT_CORRUPT and fault.exception_type == NothingRestorable.__name__:
-        return ExitCode.DO_NOT_RESTART, "commits are on record and none of them can be loaded"
+        return ExitCode.DO_NOT_RESTART, "commits are on record, none can be loaded; --start-fresh begins at step 0"
     return None
 
 
