@@ -123,6 +123,7 @@ class IncidentTracker:
             schema.RunStarted: self._on_run_started,
             schema.FaultDetected: self._on_fault_detected,
             schema.RestartDecided: self._on_restart_decided,
+            schema.RankReplaced: self._on_rank_replaced,
             schema.GenerationFormed: self._on_generation_formed,
             schema.StateRestored: self._on_state_restored,
             schema.CheckpointRejected: self._on_checkpoint_rejected,
@@ -179,6 +180,12 @@ class IncidentTracker:
         incident.degraded |= event.checkpoints_back > 0
         if event.action is Action.STOP and ends_incident(event.exit_code):
             return [self._close(Verdict.EXHAUSTED, record.time_ns)]
+        return []
+
+    def _on_rank_replaced(self, _: Record, __: schema.RankReplaced) -> list[FollowUp]:
+        """A rank that could not be interrupted was replaced: the recovery took a layer more than decided."""
+        if self.open is not None and self.open.layer is Layer.IN_PROCESS:
+            self.open.layer = Layer.WORKER
         return []
 
     def _on_generation_formed(self, _: Record, event: schema.GenerationFormed) -> list[FollowUp]:

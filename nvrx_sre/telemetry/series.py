@@ -247,6 +247,8 @@ class SeriesFold:
     def _on_rank_replaced(self, _: Record, event: schema.RankReplaced) -> None:
         self.values.add(catalog.RANK_REPLACEMENTS, 1)
         self._standbys.discard(event.new_pid)
+        if self._pending and self._pending[-1] is Layer.IN_PROCESS:
+            self._pending[-1] = Layer.WORKER  # it could not be interrupted in process
 
     def _on_incident_closed(self, record: Record, event: schema.IncidentClosed) -> None:
         self.values.add(catalog.INCIDENTS, 1, event.verdict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from nvrx_sre.core import processes
 from nvrx_sre.events.schema import (
     CheckpointRejected,
+    FaultDetected,
     LeaderLost,
     PreemptionReceived,
     Record,
@@ -23,7 +25,7 @@ from nvrx_sre.events.schema import (
 )
 from tests.integration.launched import Ended, finish, live, start, train, train_arguments, wait_for
 
-LONG = ("--nproc", "2", "--steps", "100000")
+LONG = ("--nproc", "2", "--steps", "100000", "--standbys", "0")
 
 
 def has_steps(record: Record) -> bool:
@@ -54,19 +56,39 @@ def hot_memory_names() -> set[str]:
     return names
 
 
-def test_a_finished_run_leaves_nothing(tmp_path: Path) -> None:
-    """After exit 0 no child is alive, no temporary directory is left and the directory is private."""
-    run_dir = tmp_path / "exit-clean"
-    ended = train(run_dir, "--nproc", "2")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run of 24 steps that ended well, with checkpoints of steps 8, 16 and 24."""
+    ended = train(tmp_path_factory.mktemp("finished") / "run", "--nproc", "2")
     assert ended.exit_code == 0, ended.explain()
-    assert not live(ended.pids())
-    assert not list((run_dir / "checkpoints").glob(".tmp-*"))
-    assert run_dir.stat().st_mode & 0o077 == 0
+    return ended
+
+
+@pytest.fixture
+def copied(finished: Ended, tmp_path: Path) -> Path:
+    """A copy of the finished run's directory, to damage and start again."""
+    shutil.copytree(finished.run_dir, tmp_path / "run", symlinks=True)
+    return tmp_path / "run"
+
+
+def test_a_finished_run_leaves_nothing(finished: Ended) -> None:
+    """After exit 0 no child is alive, no temporary directory is left and the directory is private."""
+    assert not live(finished.pids())
+    assert not list((finished.run_dir / "checkpoints").glob(".tmp-*"))
+    assert finished.run_dir.stat().st_mode & 0o077 == 0
     assert not hot_memory_names()
 
 
-def test_ctrl_c_ends_everything_and_a_second_start_goes_on(tmp_path: Path) -> None:
-    """SIGINT: 130, nothing left; the next start goes on from what was drained."""
+def test_a_run_can_be_extended_from_its_last_checkpoint(copied: Path) -> None:
+    """A second launcher on the same directory goes on at the last step of the first."""
+    second = train(copied, "--nproc", "2", "--steps", "26", "--standbys", "0")
+    assert second.exit_code == 0, second.explain()
+    restored = [event for record, event in second.events(StateRestored) if record.epoch == 2]
+    assert [(event.step, event.source) for event in restored] == [(24, RestoredFrom.DURABLE)], second.explain()
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    """SIGINT: exit 130, recorded as a person's, and nothing is left."""
     run_dir = tmp_path / "exit-interrupted"
     popen = start(train_arguments(run_dir, *LONG))
     wait_for(run_dir, popen, has_steps)
@@ -89,7 +111,9 @@ def test_preemption_flushes_the_newest_step(tmp_path: Path) -> None:
     assert ended.exit_code == 143, ended.explain()
     verified = [event.step for _, event in ended.events(SaveVerified)]
     assert verified and verified[-1] >= 12, ended.explain()
-    again = train(run_dir, "--nproc", "2", "--steps", str(verified[-1] + 2), "--save-every", "100000")
+    again = train(
+        run_dir, "--nproc", "2", "--standbys", "0", "--steps", str(verified[-1] + 2), "--save-every", "100000"
+    )
     assert again.exit_code == 0, again.explain()
     restored = [event for record, event in again.events(StateRestored) if record.epoch == 2]
     assert [(event.step, event.source) for event in restored] == [(verified[-1], RestoredFrom.DURABLE)]
@@ -106,7 +130,7 @@ def test_c43_a_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
     popen.communicate()
     assert_gone_within(pidfds, 3.0)
     assert not hot_memory_names()
-    again = train(run_dir, "--nproc", "2")
+    again = train(run_dir, "--nproc", "2", "--standbys", "0")
     assert again.exit_code == 0, again.explain()
     assert again.events(LeaderLost), again.explain()
 
@@ -141,36 +165,32 @@ def test_a_live_run_directory_is_refused(tmp_path: Path) -> None:
     popen.communicate()
 
 
-def test_c17_nothing_loadable_is_not_a_silent_fresh_start(tmp_path: Path) -> None:
+def test_c17_nothing_loadable_is_not_a_silent_fresh_start(copied: Path) -> None:
     """Commits on record and none loadable: exit 93 with what to do; --start-fresh begins again."""
-    run_dir = tmp_path / "exit-lost"
-    assert train(run_dir, "--nproc", "2", "--steps", "8").exit_code == 0
-    for manifest in (run_dir / "checkpoints").glob("step-*/manifest.json"):
+    for manifest in (copied / "checkpoints").glob("step-*/manifest.json"):
         manifest.unlink()
-    refused = train(run_dir, "--nproc", "2")
+    refused = train(copied, "--nproc", "2", "--standbys", "0")
     assert refused.exit_code == 93, refused.explain()
     assert "--start-fresh" in refused.output
-    fresh = train(run_dir, "--nproc", "2", "--start-fresh")
+    fresh = train(copied, "--nproc", "2", "--standbys", "0", "--start-fresh")
     assert fresh.exit_code == 0, fresh.explain()
 
 
 @pytest.mark.parametrize("damage", ["half", "empty", "minus_one", "no_manifest"])
-def test_c03_c05_a_damaged_newest_checkpoint_falls_back(tmp_path: Path, damage: str) -> None:
+def test_c03_c05_a_damaged_newest_checkpoint_falls_back(copied: Path, damage: str) -> None:
     """The newest checkpoint is damaged between two starts: the next one goes on from the one before it."""
-    run_dir = tmp_path / "exit-damaged"
-    assert train(run_dir, "--nproc", "2").exit_code == 0
-    newest = max((run_dir / "checkpoints").glob("step-*"))
+    newest = max((copied / "checkpoints").glob("step-*"))
     shard = newest / "__1_0.distcp"
     if damage == "no_manifest":
         (newest / "manifest.json").unlink()
     else:
         size = shard.stat().st_size
         os.truncate(shard, {"half": size // 2, "empty": 0, "minus_one": size - 1}[damage])
-    again = train(run_dir, "--nproc", "2", "--steps", "26")
+    again = train(copied, "--nproc", "2", "--steps", "26", "--standbys", "0")
     assert again.exit_code == 0, again.explain()
     restored = [event for record, event in again.events(StateRestored) if record.epoch == 2]
     assert [event.step for event in restored] == [16], again.explain()
     [(_, rejected)] = again.events(CheckpointRejected)
     assert rejected.reason == ("no_commit_marker" if damage == "no_manifest" else "size")
     assert (damage == "no_manifest") == (rejected.moved_to == "")
-    assert not [event for record, event in again.events(StateRestored) if record.epoch == 2 and event.step == 24]
+    assert not again.events(FaultDetected), "a fallback uses up no restart"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -12,8 +13,10 @@ from nvrx_sre.events.schema import (
     IncidentClosed,
     Layer,
     ProgressResumed,
+    RankReplaced,
     Record,
     RestoredFrom,
+    TeardownFinished,
     Verdict,
 )
 from nvrx_sre.goodput.incidents import Incident, IncidentTracker, incident_trace_id
@@ -209,3 +212,15 @@ def test_a_smaller_world_marks_the_incident_degraded() -> None:
     again_s = story.form(12.7, 10, RestoredFrom.HOT, world=1)
     story.steps(again_s, 14.4, 11, 11)
     assert only(story).degraded
+
+
+def test_a_rank_that_had_to_be_replaced_lifts_the_layer() -> None:
+    """Decided in process, but a rank did not leave its native call: the recovery took layer worker."""
+    records = []
+    for record in exception_story().records:
+        if isinstance(record.event, TeardownFinished):
+            replaced = RankReplaced(old_pid=1, new_pid=2, warm=True)
+            records.append(dataclasses.replace(record, event=replaced, rank=1))
+        records.append(record)
+    incident = track(records).closed[0]
+    assert (incident.layer, incident.verdict) == (Layer.WORKER, Verdict.RECOVERED)
