@@ -53,6 +53,7 @@ def _bind(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, A
 def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> None:
     from nvrx_sre.restart.abort import ProcessGroups
     from nvrx_sre.restart.wrapper import GenerationBody, Restarter
+    from nvrx_sre.session import restoring, saving  # noqa: F401  # DCP's imports belong before parking
     from nvrx_sre.session.warm import warm_up
 
     read = rank_variable_read()

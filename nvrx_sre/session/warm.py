@@ -30,7 +30,7 @@ def warm_up(groups: ProcessGroups) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model(torch.zeros(1, WIDTH)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()

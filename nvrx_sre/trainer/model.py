@@ -129,7 +129,7 @@ def initialize(model: nn.Module, shape: ModelShape, seed: int) -> None:
 
 def build_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
     """AdamW over all parameters; the learning rate of each step is set by the loop."""
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def reshard(model: nn.Module) -> None:
