@@ -27,6 +27,7 @@ from pathlib import Path
 import click
 
 from nvrx_sre.checkpoint.memory import check_room
+from nvrx_sre.cli.devices import num_nvidia_devices
 from nvrx_sre.cli.narrate import bytes_text
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.core.atomic import create_exclusively
@@ -222,7 +223,7 @@ def check_tool(name: str, executables: tuple[str, ...], package: str) -> Finding
 
 def check_gpu() -> Finding:
     """NVIDIA devices, if there are any; a machine without one is fine."""
-    num_devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    num_devices = num_nvidia_devices()
     if num_devices == 0:
         return Finding(name="gpu", status=Status.OK, detail="no NVIDIA device: gloo on CPU")
     library = ctypes.util.find_library("nvidia-ml")

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from nvrx_sre.cli.devices import num_nvidia_devices
 from nvrx_sre.cli.run_options import RunOptions, build_run_config, run_options
 from nvrx_sre.cli.running import check_fault_specs, run_and_report
 from nvrx_sre.cli.torchrun_flags import TORCHRUN_FLAGS, TorchrunFlag, Treatment
@@ -87,7 +88,7 @@ def num_ranks(text: str | None) -> int:
     """torchrun's `--nproc-per-node`: a number, `cpu`, `gpu`, `auto`; 1 if not given."""
     if text is None:
         return 1
-    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    num_gpus = num_nvidia_devices()
     if text == "gpu" and not num_gpus:
         raise UserError("--nproc-per-node gpu: this machine has no NVIDIA device; use a number, or cpu")
     if text in ("gpu", "cpu", "auto"):

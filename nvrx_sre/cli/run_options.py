@@ -222,7 +222,12 @@ def _fault_specs(given: tuple[str, ...], plan: Path | None) -> tuple[str, ...]:
 
 
 def build_run_config(
-    options: RunOptions, *, command: tuple[str, ...], nproc: int, config_items: dict[str, str]
+    options: RunOptions,
+    *,
+    command: tuple[str, ...],
+    nproc: int,
+    config_items: dict[str, str],
+    exact_replay: bool = False,
 ) -> RunConfig:
     """The launcher's configuration. Raises `UserError` where values do not fit together."""
     return RunConfig(
@@ -238,6 +243,7 @@ def build_run_config(
         write_bandwidth_bytes_s=options.write_bandwidth_bytes_s,
         fault_specs=options.fault_specs,
         config_items=config_items,
+        exact_replay=exact_replay,
         limits=options.limits,
         metrics_host=options.metrics_host,
         metrics_port=options.metrics_port,

@@ -44,6 +44,8 @@ class RunConfig:
     """Explicit port, or None for a free one. The real port is in metrics.json."""
     otlp_endpoint: str | None = None
     """OTLP/HTTP traces endpoint, best effort."""
+    exact_replay: bool = False
+    """The same steps give the same bits: a loss that differs when its step is executed again ends the run (exit 70)."""
     summary: Path | None = None
     """Extra place for summary.json."""
     start_fresh: bool = False

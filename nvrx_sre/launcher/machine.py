@@ -250,6 +250,12 @@ class Machine:
 
     def _on_step(self, child: Child, message: wire.Step, now_ns: int) -> None:
         self._generation.on_step(child, message, now_ns)
+        diverged = self._commits.divergence
+        if diverged is not None and self._job.config.exact_replay:
+            why = f"step {diverged.step} gave another loss when it was executed again"
+            bits = f"bits {diverged.actual}, at first {diverged.expected}"
+            self._shutdown.stop(ExitCode.INTERNAL, f"{why} ({bits}): a restored state is not the one saved", now_ns)
+            return
         if self._commits.incident_high_water is None and self._commits.num_committed:
             self._recovery.refill_standbys(now_ns)
 

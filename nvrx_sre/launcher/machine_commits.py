@@ -104,6 +104,8 @@ class Commits:
         self.num_committed = 0
         """Steps committed in this generation."""
         self.sealed: Sealed | None = None
+        self.divergence: ReplayDiverged | None = None
+        """The first step whose loss differed when it was executed again in the same world."""
         self.incident_high_water = job.history.incident_high_water()
         """H at the newest fault while no step above it is committed: that step is recorded at once."""
         self._ranks: list[_Rank] = []
@@ -256,7 +258,9 @@ class Commits:
         world_size = len(self._ranks)
         earlier = self._losses.pop(step, None)
         if earlier is not None and earlier[1] == world_size and _bits(earlier[0]) != _bits(loss):
-            self._job.emit(ReplayDiverged(step=step, expected=_bits(earlier[0]), actual=_bits(loss)))
+            diverged = ReplayDiverged(step=step, expected=_bits(earlier[0]), actual=_bits(loss))
+            self.divergence = self.divergence or diverged
+            self._job.emit(diverged)
         self._losses[step] = (loss, world_size)
         if len(self._losses) > MAX_LOSSES:
             del self._losses[next(iter(self._losses))]

@@ -86,6 +86,8 @@ class Generation:
         self._renew()
         self._progress.on_step(child, message, now_ns)
         for committed in self._commits.report(child.rank, message):
+            if self._job.config.exact_replay and self._commits.divergence is not None:
+                return  # the run ends here: a state that led to other numbers is not saved
             self._saves.on_commit(committed, now_ns)
             if committed.sealed is not None:
                 self._job.publish_sealed(committed.step)

@@ -40,6 +40,8 @@ class MachineConfig:
     hot_every: int
     save_every: int
     keep: int
+    exact_replay: bool = False
+    """A step that gives another loss when it is executed again ends the run."""
     node: str = "node"
     """Name of this node, for device identities."""
 

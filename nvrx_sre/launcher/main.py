@@ -207,6 +207,7 @@ def _machine_config(config: RunConfig) -> MachineConfig:
         hot_every=config.hot_every,
         save_every=config.save_every,
         keep=config.keep,
+        exact_replay=config.exact_replay,
         node=socket.gethostname(),
     )
 

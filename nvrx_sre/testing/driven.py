@@ -32,6 +32,7 @@ class DrivenMachine:
         num_standbys: int = 1,
         limits: Limits | None = None,
         start: MachineStart | None = None,
+        exact_replay: bool = False,
     ) -> None:
         self.clock = ManualClock(start_ns=1_000_000_000)
         self.history = History()
@@ -45,6 +46,7 @@ class DrivenMachine:
             hot_every=1,
             save_every=10,
             keep=2,
+            exact_replay=exact_replay,
         )
         begin = MachineStart(
             generation=0, high_water=0, wall_offset_ns=self.clock.wall_offset_ns, commits_on_record=False

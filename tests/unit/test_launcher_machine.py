@@ -212,6 +212,25 @@ def test_replay_with_another_loss_is_told() -> None:
     assert driven.machine.losses()[1] == 1.0
 
 
+def test_a_replay_that_differs_ends_an_exact_run() -> None:
+    """Exit 70 with a reason that names the step; the state behind it is not saved."""
+    driven = begun(exact_replay=True)
+    driven.step(9)
+    driven.step(10)
+    driven.raise_in(0, 11)
+    driven.leave_generation(0, 1)
+    driven.restore(9, "hot")
+    driven.forget()
+    driven.step(10, loss=math.nextafter(0.1, 1.0), durable=True)
+    for spawn in driven.all(c.Spawn):
+        driven.kill(spawn.child)
+    (stop,) = driven.all(c.Stop)
+    assert stop.exit_code == 70
+    assert stop.reason.startswith("step 10 gave another loss when it was executed again")
+    assert not driven.events(schema.SaveStarted)
+    assert [item.exit_code for item in driven.events(schema.RunFinished)] == [70]
+
+
 def test_equal_losses_of_ranks_give_exactly_that_loss() -> None:
     """The mean of equal numbers is the number, also over three ranks."""
     driven = begun(num_ranks=3)
