@@ -12,15 +12,15 @@ import platform
 import shutil
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
 from nvrx_sre import __version__
 from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.atomic import write_json_atomically
-from nvrx_sre.core.clock import SystemClock
-from nvrx_sre.core.errors import ExitCode, StorageError
+from nvrx_sre.core.clock import Clock, SystemClock
+from nvrx_sre.core.errors import ExitCode, StorageError, UserError
 from nvrx_sre.events import journal
 from nvrx_sre.events.schema import (
     BudgetReset,
@@ -40,6 +40,7 @@ from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
 from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
 from nvrx_sre.policy.history import History
+from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
 
 Sink = Callable[[Record], None]
@@ -123,20 +124,7 @@ def _run_epoch(
 ) -> RunReport:
     clock = SystemClock()
     history = History()
-    telemetry = Telemetry(
-        TelemetryConfig(
-            run=config.run,
-            run_dir=directory.path,
-            epoch=epoch.number,
-            limits=config.limits,
-            otlp_endpoint=config.otlp_endpoint,
-            metrics_host=config.metrics_host,
-            metrics_port=config.metrics_port,
-            environment=parent_environment(),
-            sinks=tuple(sinks),
-        ),
-        clock,
-    )
+    telemetry = start_telemetry(config, epoch.number, sinks, clock, is_first_start=not past.records)
     try:
         telemetry.replay(past.records)
         recorder = Recorder(config, epoch.number, clock, history, telemetry)
@@ -161,6 +149,34 @@ def _run_epoch(
         )
     finally:
         telemetry.close()
+
+
+def start_telemetry(
+    config: RunConfig, epoch: int, sinks: Sequence[Sink], clock: Clock, *, is_first_start: bool
+) -> Telemetry:
+    """Telemetry on the configured port. Raises `UserError` if that is busy at the run's first start.
+
+    Later a run that could go on is worth more than its port: it takes a free one, which metrics.json names.
+    """
+    telemetry = TelemetryConfig(
+        run=config.run,
+        run_dir=config.run_dir,
+        epoch=epoch,
+        limits=config.limits,
+        otlp_endpoint=config.otlp_endpoint,
+        metrics_host=config.metrics_host,
+        metrics_port=config.metrics_port,
+        environment=parent_environment(),
+        sinks=tuple(sinks),
+    )
+    try:
+        return Telemetry(telemetry, clock)
+    except UserError as error:
+        if is_first_start or config.metrics_port is None:
+            raise
+        moved = Telemetry(replace(telemetry, metrics_port=None), clock)
+        moved.boundary.failed(Component.METRICS, f"{error}; this start uses port {moved.metrics_port}")
+        return moved
 
 
 def _announce(

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.limits import Limits, TelemetryLimits
 from nvrx_sre.events.journal import read_journal
 from nvrx_sre.events.schema import IncidentClosed, ProgressResumed, Record
 from nvrx_sre.goodput.incidents import FollowUp
+from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.main import start_telemetry
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
@@ -162,6 +165,27 @@ def test_c58_a_busy_explicit_port_is_one_clear_error(start: Start, tmp_path: Pat
     assert not (tmp_path / "other").exists()
     other = start(run_dir=tmp_path / "other")
     assert other.metrics_port != taken.metrics_port
+
+
+def test_c58_a_run_that_goes_on_takes_another_port(start: Start, tmp_path: Path) -> None:
+    """Busy at the run's first start is an error, later only a note: the run is worth more than its port."""
+    taken = start()
+    config = RunConfig(
+        run=RUN,
+        run_dir=tmp_path / "other",
+        command=("x.py",),
+        nproc=1,
+        min_world_size=1,
+        metrics_port=taken.metrics_port,
+    )
+    with pytest.raises(UserError, match="--metrics-port"):
+        start_telemetry(config, 1, (), SystemClock(), is_first_start=True)
+    later = start_telemetry(config, 2, (), SystemClock(), is_first_start=False)
+    later.replay()
+    assert get(later.metrics_url)[0] == 200
+    assert later.metrics_port != taken.metrics_port
+    later.close()
+    assert f"uses port {later.metrics_port}" in (tmp_path / "other" / "logs" / "launcher.log").read_text()
 
 
 def test_the_end_is_seen_by_two_scrapes(start: Start) -> None:

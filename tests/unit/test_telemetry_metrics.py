@@ -90,6 +90,31 @@ def test_c57_series_count_is_the_same_after_5_and_after_500_faults() -> None:
     assert counts[1][f"nvrx_faults_total[('fault', 'exception'), ('run', '{RUN}')]"] == 500.0
 
 
+def test_c17_the_resumed_step_is_a_series() -> None:
+    """-1 before anything was restored and after a fresh start, else the step; a fresh start is counted."""
+    assert Board().value(catalog.RESTORED_STEP) == -1.0
+    story = Story()
+    story.start(0.0)
+    story.form(2.0, 0, RestoredFrom.FRESH)
+    fresh = Board(story.records)
+    assert fresh.value(catalog.RESTORED_STEP) == -1.0
+    assert fresh.value(catalog.RESTORES, RestoredFrom.FRESH) == 1.0
+    story.form(9.0, 7, RestoredFrom.DURABLE)
+    assert Board(story.records).value(catalog.RESTORED_STEP) == 7.0
+
+
+def test_c30_detection_and_recovery_are_histograms_of_their_own() -> None:
+    """One incident, one observation in each: evidence to detection, and the whole outage."""
+    samples = Board(exception_story().records).samples()
+
+    def total(name: str, part: str) -> float:
+        return sum(value for series, value in samples.items() if series.startswith(f"{name}_{part}["))
+
+    assert total("nvrx_detection_seconds", "count") == total("nvrx_outage_seconds", "count") == 1.0
+    assert total("nvrx_detection_seconds", "sum") == pytest.approx(0.1)
+    assert total("nvrx_outage_seconds", "sum") == pytest.approx(2.2)
+
+
 def test_values_of_the_exception_story() -> None:
     """Steps, faults, restarts, incidents, world, saves of a run with one recovered fault."""
     board = Board(exception_story().records)
