@@ -13,7 +13,7 @@ from pathlib import Path
 from nvrx_sre.core.errors import UserError
 
 USABLE_FRACTION = 0.8
-"""Share of a cgroup's limit that slots, workers and writer may take together (DESIGN section 6)."""
+"""Share of a cgroup's limit that slots, workers and writer may take together."""
 _UNLIMITED_BYTES = 1 << 60
 """v1 writes 'no limit' as a number near 2**63; nothing real is above an exbibyte."""
 

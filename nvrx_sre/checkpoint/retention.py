@@ -21,7 +21,7 @@ from nvrx_sre.core.atomic import fsync_directory
 from nvrx_sre.core.errors import StorageError
 
 KEEP_MIN = 2
-"""From the second commit on, two good ones exist (DESIGN section 10)."""
+"""From the second commit on, two good ones exist."""
 
 
 def surplus(restorable: list[Found], keep: int) -> list[Found]:

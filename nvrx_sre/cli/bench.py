@@ -42,7 +42,10 @@ def command() -> None:
 )
 @_JSON
 def recovery(faults: int, peer_faults: int, ranks: int, cases: tuple[str, ...], json_path: Path | None) -> int:
-    """Fault to first new step: this launcher and torchrun on the same model. Takes minutes."""
+    """Time from a fault to the first new step.
+
+    This launcher and torchrun, on the same model. Takes minutes.
+    """
     from nvrx_sre.bench import recovery as question
 
     _check_writable(json_path)
@@ -55,7 +58,7 @@ def recovery(faults: int, peer_faults: int, ranks: int, cases: tuple[str, ...], 
 @command.command("telemetry")
 @_JSON
 def telemetry(json_path: Path | None) -> int:
-    """What one step event costs a rank, and what the launcher does with it."""
+    """Cost of one step event to a rank and to the launcher."""
     from nvrx_sre.bench import telemetry as question
 
     _check_writable(json_path)

@@ -53,7 +53,10 @@ SCRAPE_INTERVAL_S = 1.0
 @click.option("--no-monitoring", is_flag=True, help="Do not start Prometheus and Alertmanager.")
 @click.option("--summary", type=click.Path(path_type=Path), metavar="FILE", help="Write the run's summary as JSON.")
 def command(run_dir: Path, steps: int, no_faults: bool, no_monitoring: bool, summary: Path | None) -> int:
-    """Train with faults injected: exception, SIGKILL, hang, corrupt checkpoint and node loss."""
+    """Train through five faults, and show how each is recovered.
+
+    An exception, a SIGKILL, a hang, and a corrupt checkpoint followed by the loss of the node.
+    """
     run_dir = run_dir.absolute()
     remove_earlier(run_dir)
     trainer = TrainerConfig(steps=steps)

@@ -291,7 +291,7 @@ def examine(directory: Path) -> list[Finding]:
     help="Where runs would lie.",
 )
 def command(as_json: bool, run_dir: Path) -> int:
-    """Check that this machine can run, one line a check, with the cure. Exit 1 if it cannot."""
+    """Check what this machine can do, and say the cure. Exit 1 if it cannot run."""
     findings = examine(run_dir)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))

@@ -21,6 +21,8 @@ from nvrx_sre.monitoring import assets
 
 _SHOWN_SHARE = 0.0005
 """Ledger states below this share of wall time are left out of the table."""
+_WIDEST = 200
+"""Columns that a table may need (its words are bounded)."""
 
 
 def print_summary(
@@ -38,18 +40,32 @@ def print_summary(
 
 
 def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 0, 0, 1),
+    )
     for name, justify in columns:
-        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+        table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
     return table
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """Print `table` whole: where the terminal is narrower, its lines wrap rather than its words."""
+    table.width = console.measure(table, options=console.options.update_width(_WIDEST)).maximum
+    console.print(table, crop=False)
 
 
 def _print_incidents(console: Console, incidents: Sequence[Mapping[str, Any]]) -> None:
     if not incidents:
         console.print("Incidents: none")
         return
-    names = ("fault", "layer", "rank", "step", "attempts", "detection", "outage", "rollback", "verdict")
-    right = {"rank", "step", "attempts", "detection", "outage", "rollback"}
+    names = ("fault", "layer", "rank", "step", "tries", "detected", "outage", "rollback", "verdict")
+    right = {"rank", "step", "tries", "detected", "outage", "rollback"}
     table = _table("Incidents", [(name, "right" if name in right else "left") for name in names])
     for item in incidents:
         table.add_row(
@@ -63,34 +79,36 @@ def _print_incidents(console: Console, incidents: Sequence[Mapping[str, Any]]) -
             _number(item.get("rollback_steps")),
             str(item.get("verdict", "-")),
         )
-    console.print(table)
+    _print_table(console, table)
 
 
 def _print_ledger(console: Console, ledger: Mapping[str, Any], wall_s: Any) -> None:
     if not isinstance(wall_s, (int, float)) or wall_s <= 0:
         return
+    console.print()
     table = _table("Where the time went", [("state", "left"), ("seconds", "right"), ("share", "right")])
     states = {name: value for name, value in ledger.items() if isinstance(value, (int, float))}
     for name, value in sorted(states.items(), key=lambda item: -item[1]):
         if value / wall_s >= _SHOWN_SHARE:
             table.add_row(name, f"{value:.2f}", f"{value / wall_s:.1%}")
     table.add_row("wall", f"{wall_s:.2f}", "")
-    console.print(table)
+    _print_table(console, table)
 
 
 def _print_saves(console: Console, saves: Mapping[str, Any]) -> None:
     if not saves:
         return
     outcomes = ("committed", "failed", "skipped", "rejected")
+    console.print()
     table = _table("Saves", [("tier", "left"), *((name, "right") for name in outcomes)])
     for tier in ("hot", "durable"):
         counts = saves.get(tier)
         if isinstance(counts, Mapping):
             table.add_row(tier, *(_number(counts.get(name)) for name in outcomes))
-    console.print(table)
+    _print_table(console, table)
     blocking_s = saves.get("blocking_s")
     if isinstance(blocking_s, (int, float)):
-        console.print(f"Training waited {duration_text(float(blocking_s))} for saves in all.")
+        console.print(f"Steps waited {duration_text(float(blocking_s))} for saves in all.")
 
 
 def _print_result(console: Console, summary: Mapping[str, Any]) -> None:

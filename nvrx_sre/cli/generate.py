@@ -13,11 +13,14 @@ from nvrx_sre.monitoring.values import Values, load_values
 
 @click.command("generate")
 @click.option("--check", is_flag=True, help="Write nothing; exit 70 if a file differs from its generator.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Directory to write to or check.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Directory to write to or check.")
 @click.option("--values", "values_path", type=click.Path(path_type=Path, dir_okay=False),
               help="YAML file that overrides values of alerts/values.yaml.")  # fmt: skip
 def command(check: bool, out: Path | None, values_path: Path | None) -> int:
-    """Write dashboards/, alerts/ and docs/reference/alerts.md from the metric catalog."""
+    """Write dashboards/ and alerts/ from the metric catalog.
+
+    In a checkout also docs/reference/alerts.md.
+    """
     root = out if out is not None else assets.assets_root()
     if out is None and not assets.is_checkout(root) and not check:
         raise UserError("this is an installed package: say where to write with --out DIR")

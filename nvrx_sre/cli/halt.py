@@ -23,7 +23,7 @@ _REASON = click.option("--reason", required=True, metavar="TEXT", help="Why; it 
 @_RUN_DIR
 @_REASON
 def halt(run_dir: Path, reason: str) -> int:
-    """Ask a run to save its newest state, stop, and stay stopped (exit 93)."""
+    """Ask a run to save its state, stop, and stay stopped (exit 93)."""
     directory, name = existing_run(run_dir)
     write_json_atomically(directory.halt, {"reason": reason})
     click.echo(f"halt of run {name} requested")
@@ -34,7 +34,7 @@ def halt(run_dir: Path, reason: str) -> int:
 @_RUN_DIR
 @_REASON
 def resume(run_dir: Path, reason: str) -> int:
-    """Refill a stopped run's retry budgets and clear its halt, so that it may be started again."""
+    """Lift a halt and refill retry budgets: a run may start again."""
     directory, name = existing_run(run_dir)
     reset_budgets(directory, name, reason)
     click.echo(f"run {name} may be started again")

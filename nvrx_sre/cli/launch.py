@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +17,41 @@ from typing import Any
 import click
 
 from nvrx_sre.cli.devices import num_nvidia_devices
-from nvrx_sre.cli.run_options import RunOptions, build_run_config, run_options
+from nvrx_sre.cli.run_options import DEFAULT_RUNS, RunOptions, build_run_config, run_options
 from nvrx_sre.cli.running import check_fault_specs, run_and_report
 from nvrx_sre.cli.torchrun_flags import TORCHRUN_FLAGS, TorchrunFlag, Treatment
 from nvrx_sre.core.errors import UsageError, UserError
 from nvrx_sre.core.ids import run_name_from
 from nvrx_sre.core.limits import Limits
 
+_SECTIONS = {
+    None: "Options",
+    Treatment.HONOURED: "Options",
+    Treatment.MAPPED: "Flags of torchrun that are met another way",
+    Treatment.REFUSED: "Flags of torchrun that are refused",
+}
+_UNDERSCORED = re.compile(r", --[a-z]*_[a-z_]*")
+_TREATMENTS = {flag.parameter: flag.treatment for flag in TORCHRUN_FLAGS}
+
+
+class SectionedCommand(click.Command):
+    """Shows torchrun's flags by what becomes of them, each in its spelling with dashes (both are accepted)."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options as sections."""
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in _SECTIONS.values()}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                names = _UNDERSCORED.sub("", record[0])
+                sections[_SECTIONS[_TREATMENTS.get(str(parameter.name))]].append((names, record[1]))
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
 
 def _help_of(flag: TorchrunFlag) -> str:
-    return f"[torchrun, {flag.treatment}] {flag.note}."
+    return f"{flag.note[0].upper()}{flag.note[1:]}."
 
 
 def torchrun_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,17 +67,17 @@ def torchrun_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@click.command("launch", context_settings={"allow_interspersed_args": False})
+@click.command("launch", cls=SectionedCommand, context_settings={"allow_interspersed_args": False})
 @torchrun_options
 @run_options
 @click.argument("script")
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def command(options: RunOptions, script: str, script_args: tuple[str, ...], **flags: Any) -> int:
-    """Run SCRIPT on this node's ranks; flags are torchrun's, and those below."""
+    """Run your own SCRIPT on the ranks, with torchrun's flags."""
     refuse(flags)
     nproc = num_ranks(flags["nproc_per_node"])
     options = dataclasses.replace(
-        _with_run_id(options, flags["rdzv_id"]),
+        named(options, flags["rdzv_id"], script, is_module=flags["module"]),
         limits=mapped_limits(options.limits, flags["max_restarts"], flags["shutdown_timeout"]),
         notices=(*options.notices, *notices(flags)),
     )
@@ -71,14 +97,14 @@ def refuse(flags: dict[str, Any]) -> None:
         value = flags.get(flag.parameter)
         given = value is not None and value is not False
         if flag.treatment is Treatment.REFUSED and given and value not in flag.harmless:
-            shown = f"{flag.names[-1]} {value}" if flag.takes_value else flag.names[-1]
+            shown = f"{flag.option} {value}" if flag.takes_value else flag.option
             raise UsageError(f"{shown} is not supported: {flag.note}")
 
 
 def notices(flags: dict[str, Any]) -> list[str]:
     """A line for every mapped flag that was given: an option that does something else says so."""
     return [
-        f"{flag.names[0]}: {flag.note}"
+        f"{flag.option}: {flag.note}"
         for flag in TORCHRUN_FLAGS
         if flag.treatment is Treatment.MAPPED and flags.get(flag.parameter) not in (None, False)
     ]
@@ -125,11 +151,22 @@ def worker_command(script: str, script_args: tuple[str, ...], *, is_module: bool
     return (script, *script_args)
 
 
-def _with_run_id(options: RunOptions, rdzv_id: str | None) -> RunOptions:
-    given = click.get_current_context().get_parameter_source("name") is not click.core.ParameterSource.DEFAULT
-    if rdzv_id in (None, "none") or given:
+def named(options: RunOptions, rdzv_id: str | None, script: str, *, is_module: bool) -> RunOptions:
+    """Options with a run name of torchrun's run id, else of the script, where neither name nor directory is given."""
+    if _is_given("name"):
         return options
-    return dataclasses.replace(options, run=run_name_from(str(rdzv_id)))
+    stem = script.rpartition(".")[2] if is_module else Path(script).stem
+    if rdzv_id not in (None, "none"):
+        options = dataclasses.replace(options, run=run_name_from(str(rdzv_id)))
+    elif not _is_given("run_dir"):
+        options = dataclasses.replace(options, run=run_name_from(stem))
+    if _is_given("run_dir"):
+        return options
+    return dataclasses.replace(options, run_dir=(DEFAULT_RUNS / options.run).absolute())
+
+
+def _is_given(parameter: str) -> bool:
+    return click.get_current_context().get_parameter_source(parameter) is not click.core.ParameterSource.DEFAULT
 
 
 def _at_least_zero(name: str, text: str, kind: type[int] | type[float]) -> Any:

@@ -85,6 +85,9 @@ def _report(error: BaseException, *, show_traceback: bool) -> int:
         return error.code if isinstance(error.code, int) else ExitCode.FINISHED
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.format_message(), err=True)
+        return ExitCode.USAGE
     if isinstance(error, click.ClickException):
         _say(_usage_line(error))
         return ExitCode.USAGE

@@ -89,10 +89,17 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "--run-dir", type=click.Path(path_type=Path), metavar="DIR", help="Run directory.  [default: runs/NAME]"
     ),
-    click.option("--name", metavar="NAME", help="Run name.  [default: the run directory's name]"),
-    click.option("--standbys", type=click.IntRange(0), default=1, show_default=True, help="Warm spare processes."),
+    click.option("--name", metavar="NAME", help="Run name.  [default: the run directory's, else the script's]"),
     click.option(
-        "--save-every", type=click.IntRange(1), default=50, show_default=True, metavar="N", help="Steps a durable save."
+        "--standbys", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="Warm spare processes."
+    ),
+    click.option(
+        "--save-every",
+        type=click.IntRange(1),
+        default=50,
+        show_default=True,
+        metavar="N",
+        help="Steps between durable saves.",
     ),
     click.option(
         "--hot-every",
@@ -100,10 +107,15 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         default=1,
         show_default=True,
         metavar="N|auto",
-        help="Steps a hot capture; 0 switches the hot tier off.",
+        help="Steps between hot captures; 0 switches the hot tier off.",
     ),
     click.option(
-        "--keep", type=click.IntRange(2), default=3, show_default=True, help="Verified durable checkpoints to keep."
+        "--keep",
+        type=click.IntRange(2),
+        default=3,
+        show_default=True,
+        metavar="N",
+        help="Verified durable checkpoints to keep.",
     ),
     click.option(
         "--write-bandwidth",
@@ -121,12 +133,15 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         "--fault", multiple=True, metavar="SPEC", help="Inject KIND@RANK:STEP[=PARAMETER][/PHASE][xN|x*]; repeatable."
     ),
     click.option(
-        "--fault-plan", type=click.Path(path_type=Path), metavar="FILE", help="List of fault specs: YAML, JSON, lines."
+        "--fault-plan",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="File of fault specs: one a line, YAML or JSON.",
     ),
     click.option(
         "--metrics-port", type=click.IntRange(1, 65_535), metavar="P", help="Port of /metrics.  [default: a free one]"
     ),
-    click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address of /metrics."),
+    click.option("--metrics-host", default="127.0.0.1", show_default=True, metavar="HOST", help="Address of /metrics."),
     click.option(
         "--metrics-linger",
         type=click.FloatRange(0),

@@ -11,6 +11,6 @@ from nvrx_sre.monitoring import assets
 @click.command("runbook")
 @click.argument("name", required=False)
 def command(name: str | None) -> int:
-    """Print the runbook of an alert; without NAME, list the alerts that have one."""
+    """Print the runbook of the alert NAME; without NAME, list them."""
     click.echo("\n".join(assets.runbook_names()) if name is None else assets.runbook_text(name).rstrip("\n"))
     return ExitCode.FINISHED

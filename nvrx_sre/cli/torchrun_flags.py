@@ -36,10 +36,14 @@ class TorchrunFlag:
     """REFUSED: values that are accepted, because they are what happens anyway."""
 
     @property
+    def option(self) -> str:
+        """The long spelling, with dashes: what messages show."""
+        return next(name for name in self.names if name.startswith("--"))
+
+    @property
     def parameter(self) -> str:
         """Name of the command's parameter, and of torchrun's `dest`."""
-        long = next(name for name in self.names if name.startswith("--"))
-        return long.lstrip("-").replace("-", "_")
+        return self.option.lstrip("-").replace("-", "_")
 
     @property
     def variable(self) -> str:

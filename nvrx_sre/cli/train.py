@@ -54,7 +54,7 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         default=DEFAULTS.grad_accum,
         show_default=True,
         metavar="N",
-        help="Micro-batches a step.",
+        help="Micro-batches per step.",
     ),
     click.option(
         "--batch-size",
@@ -100,7 +100,10 @@ def trainer_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @trainer_options
 @run_options
 def command(options: RunOptions, nproc: int, **values: Any) -> int:
-    """Train a small byte-level language model on real text, and recover from whatever goes wrong."""
+    """Train a small language model, and recover from faults.
+
+    The model works on bytes. Without --data it learns the installed Python standard library.
+    """
     trainer = TrainerConfig(**values)
     config = training_run(options, trainer, nproc)
     return run_and_report(config, num_steps=trainer.steps, notices=options.notices)

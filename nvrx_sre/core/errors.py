@@ -23,7 +23,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of launcher and CLI (DESIGN section 3). Frozen."""
+    """Exit codes of launcher and CLI. Frozen."""
 
     FINISHED = 0
     USAGE = 2

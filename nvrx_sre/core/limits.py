@@ -1,7 +1,7 @@
 """Every limit in one place: deadlines, budgets, sizes. Frozen dataclasses, validated in relation.
 
-Budgets and windows are those of DESIGN section 3; each is exported as a metric series and recorded in
-`RunStarted`. Pure: nothing here reads a clock or the environment.
+Each budget and window is exported as a metric series and recorded in `RunStarted`. Pure: nothing
+here reads a clock or the environment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nvrx_sre.core.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class CapLimits:
-    """Retry budgets (DESIGN section 3, 'Caps'). They count only attempts without progress."""
+    """Retry budgets. They count only attempts without progress."""
 
     same_fingerprint_attempts: int = 3
     """Attempts in all at one fingerprint (class, exception type, user frame, step)."""

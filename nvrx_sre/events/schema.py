@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 
 
 class FaultClass(StrEnum):
-    """The `fault` label. Closed set (DESIGN section 3)."""
+    """The `fault` label. Closed set."""
 
     EXCEPTION = "exception"
     HANG = "hang"
@@ -81,7 +81,7 @@ class Phase(StrEnum):
 
 
 class LedgerState(StrEnum):
-    """The job is in exactly one of these at any instant (DESIGN section 4)."""
+    """The job is in exactly one of these at any instant."""
 
     NEW = "new"
     REDO = "redo"

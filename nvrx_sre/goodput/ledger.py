@@ -131,7 +131,7 @@ class Ledger:
         return self._state(LedgerState.NEW if self._next_step > self._high_water else LedgerState.REDO)
 
     def goodput(self, now_ns: int) -> dict[GoodputKind, float]:
-        """All goodput ratios (DESIGN section 4)."""
+        """All goodput ratios."""
         reference_s = self._reference.seconds_per_token
         effective_s = None if reference_s is None else self._new_tokens * reference_s
         return ratios(self.booked(), self.wall_s(now_ns), seconds(self._first.durable_ns), effective_s)

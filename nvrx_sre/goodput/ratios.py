@@ -1,4 +1,4 @@
-"""Goodput: ratios over the ledger's partition (DESIGN section 4). Pure folds.
+"""Goodput: ratios over the ledger's partition. Pure folds.
 
     training       = new / (W - suspended)
     durable        = first-execution time of steps <= D / (W - suspended), D the newest verified durable step
@@ -21,7 +21,7 @@ from enum import StrEnum
 from nvrx_sre.events.schema import LedgerState
 
 REFERENCE_STEPS = 200
-"""New steps whose time per token is the reference (DESIGN section 4)."""
+"""New steps whose time per token is the reference."""
 MAX_AGGREGATES = 4096
 """Aggregates of first executions kept apart; beyond it neighbours are merged (resolution halves)."""
 MAX_VERIFIED = 64
@@ -41,7 +41,7 @@ _INFRASTRUCTURE = (
 
 
 class GoodputKind(StrEnum):
-    """Ratios of DESIGN section 4. Closed set; label of the goodput metric."""
+    """The ratios. Closed set; label of the goodput metric."""
 
     TRAINING = "training"
     DURABLE = "durable"

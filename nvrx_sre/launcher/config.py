@@ -53,7 +53,7 @@ class RunConfig:
     interrupt_signal: int = 39
     """Signal that carries the interrupt to a rank's main thread: SIGRTMIN + 5 on Linux."""
     linger: bool = False
-    """Keep the metrics endpoint after a terminal exit until it was scraped (DESIGN section 5)."""
+    """Keep the metrics endpoint after a terminal exit until it was scraped."""
 
     def __post_init__(self) -> None:
         check_run_name(self.run)

@@ -36,7 +36,7 @@ class Values:
 
     group_labels: tuple[str, ...] = _value(
         ("cluster", "namespace", "run"),
-        "DESIGN section 5: the aggregation key. `run` comes from the series, the others from the scrape's labels.",
+        "What one alert is about. `run` comes from the series, the others from the scrape's labels.",
     )
     crash_loop_budget_ratio: float = _value(
         1.0,

@@ -1,6 +1,6 @@
 """Retry budgets: what is used of each cap, and which one has tripped.
 
-Caps count only attempts without progress (DESIGN section 3); a fault with progress is always the first of
+Caps count only attempts without progress; a fault with progress is always the first of
 its episode and trips none. Transient and node classes trip only once `transient_grace_s` has passed since
 the first attempt of the episode, so that a two-second link flap cannot burn them at 0.1 s a recovery;
 start-up is bounded at once, because the orchestrator starts again anyway.

@@ -64,7 +64,7 @@ RULES: dict[FaultClass, FaultRule] = {
     FaultClass.NODE_LOST: _rule(Layer.WORKER, RetryClass.NODE),
     FaultClass.OTHER: _rule(Layer.WORKER, RetryClass.DETERMINISTIC),
 }
-"""First layer and retry class of every fault class (DESIGN section 3)."""
+"""First layer and retry class of every fault class."""
 
 
 def classify_exit(exit_code: int | None, signal: int | None, oom: bool, before_first_step: bool) -> FaultClass:

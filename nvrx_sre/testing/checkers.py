@@ -1,4 +1,4 @@
-"""What must hold in every journal (DESIGN section 10), recounted from the records alone.
+"""What must hold in every journal, recounted from the records alone.
 
 `check_safety` names each rule that a list of records breaks; `check_liveness` what keeps a run from having
 ended. They share no code with the folds they check. Pure.

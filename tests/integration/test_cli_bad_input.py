@@ -1,4 +1,4 @@
-"""Bad input ends in one clear line and exit 78 or 2, and nothing is lost (DESIGN, 'Always true', 10)."""
+"""Bad input ends in one clear line and exit 78 or 2, and nothing is lost."""
 
 from __future__ import annotations
 

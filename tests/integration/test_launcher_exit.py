@@ -136,7 +136,7 @@ def test_c43_a_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
 
 
 def assert_gone_within(pidfds: list[int], limit_s: float) -> None:
-    """Every process ends within the limit (the issue's own figure, not a timing of ours)."""
+    """Every process ends within the limit (3 s is a promise of the launcher, not a timing)."""
     import select
 
     poller = select.poll()

@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN's table of packages), and what loads torch."""
+"""Who may import whom (the table of packages in docs/ARCHITECTURE.md), and what loads torch."""
 
 from __future__ import annotations
 

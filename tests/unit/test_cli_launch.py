@@ -40,7 +40,7 @@ def test_a_refused_flag_says_why_and_lets_the_harmless_pass(flag: Any) -> None:
     for value in flag.harmless:
         launch.refuse({flag.parameter: value})
     launch.refuse({flag.parameter: None if flag.takes_value else False})
-    with pytest.raises(UsageError, match=flag.names[-1]):
+    with pytest.raises(UsageError, match=flag.option):
         launch.refuse({flag.parameter: "special" if flag.takes_value else True})
 
 
@@ -131,3 +131,32 @@ def test_the_rendezvous_id_names_the_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
     CliRunner().invoke(launch.command, [*base, str(script)], standalone_mode=False)
     CliRunner().invoke(launch.command, [*base, "--name", "mine", str(script)], standalone_mode=False)
     assert [config.run for config in seen] == ["job-7", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run", "directory"),
+    [
+        ([], "my_script", "runs/my_script"),
+        (["--rdzv-id", "7"], "7", "runs/7"),
+        (["--name", "mine"], "mine", "runs/mine"),
+        (["--run-dir", "there"], "there", "there"),
+    ],
+)
+def test_two_scripts_do_not_share_a_directory(
+    arguments: list[str], run: str, directory: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where neither name nor directory is given, the script names both."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_script.py").touch()
+    seen: list[Any] = []
+    monkeypatch.setattr(launch, "run_and_report", lambda config, **_: seen.append(config) or 0)
+    CliRunner().invoke(launch.command, [*arguments, "my_script.py"], standalone_mode=False)
+    assert [(config.run, config.run_dir) for config in seen] == [(run, tmp_path / directory)]
+
+
+def test_help_sorts_the_flags_of_torchrun_by_what_becomes_of_them() -> None:
+    """What works comes first, what is refused last, each once."""
+    said = CliRunner().invoke(launch.command, ["--help"]).output
+    places = [said.index(word) for word in ("--nproc-per-node", "--save-every", "--max-restarts", "--log-dir")]
+    assert places == sorted(places)
+    assert "--log_dir" not in said

@@ -89,3 +89,19 @@ def test_the_list_of_commands_is_complete(capsys: pytest.CaptureFixture[str]) ->
     assert entry.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"  {name} " in shown for name in entry.COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [[], ["checkpoint"], ["bench"]])
+def test_a_group_without_a_command_shows_its_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As lines, as `--help` does, and still as a usage error."""
+    assert entry.main(arguments) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert said.startswith("Usage: ") and "\nCommands:\n" in said
+
+
+@pytest.mark.parametrize("name", sorted(entry.COMMANDS))
+def test_the_list_of_commands_fits_a_narrow_terminal(name: str) -> None:
+    """No summary is cut short at 80 columns."""
+    command = entry.group.get_command(click.Context(entry.group), name)
+    assert command is not None
+    assert not command.get_short_help_str(limit=80 - len("  checkpoint  ")).endswith("...")

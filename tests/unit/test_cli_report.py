@@ -234,3 +234,16 @@ def test_final_tables_bear_missing_keys(tmp_path: Path) -> None:
     console, output = _console()
     final_tables.print_summary({"run": "x", "incidents": [{}]}, tmp_path, console=console)
     assert "Run x: exit -" in output.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_final_tables_never_break_a_word(width: int, tmp_path: Path) -> None:
+    """A row is one line at any width; at 80 columns it fits, with the longest names there are."""
+    output = io.StringIO()
+    console = Console(file=output, width=width, soft_wrap=True)
+    incident = {"fault": "exception", "layer": "in_process", "verdict": "recovered", "rank": 1, "step": 9999}
+    times = {"attempts": 3, "detection_s": 4.001, "outage_s": 4.593, "rollback_steps": 89}
+    final_tables.print_summary({"run": "x", "incidents": [incident | times]}, tmp_path, console=console)
+    row = next(line for line in output.getvalue().splitlines() if "exception" in line)
+    assert row.split() == ["exception", "in_process", "1", "9999", "3", "4.001", "s", "4.593", "s", "89", "recovered"]
+    assert len(row) <= 80
