@@ -13,7 +13,9 @@ from nvrx_sre.monitoring.values import Values, load_values
 
 @click.command("generate")
 @click.option("--check", is_flag=True, help="Write nothing; exit 70 if a file differs from its generator.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Directory to write to or check.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Directory to write to or check."
+)
 @click.option("--values", "values_path", type=click.Path(path_type=Path, dir_okay=False),
               help="YAML file that overrides values of alerts/values.yaml.")  # fmt: skip
 def command(check: bool, out: Path | None, values_path: Path | None) -> int:
