@@ -1,4 +1,4 @@
-"""DCP's file system with our needs: checksums while writing, pacing, and errors that keep their errno.
+"""DCP's file system with our needs: private files, checksums while writing, pacing, errors that keep their errno.
 
 One instance a save; its `sums` become the manifest's file list. DCP syncs by `stream.fileno()`, hence that
 call flushes first. An `OSError` raised under torch's C++ writer comes back as a `RuntimeError` without its
@@ -20,6 +20,7 @@ import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nvrx_sre.checkpoint.manifest import FileEntry
+from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 from nvrx_sre.core.clock import SystemClock, seconds
 
 
@@ -54,6 +55,10 @@ class Pacer:
         """Let `duration_s` pass. The wait is the purpose here: there is nothing else to wait on."""
         if duration_s > 0:
             self._never.wait(duration_s)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, PRIVATE_FILE_MODE)
 
 
 class ChecksumStream(io.IOBase):
@@ -113,7 +118,7 @@ class ChecksumFileSystem(FileSystem):
             with super().create_stream(path, mode) as plain:
                 yield plain
             return
-        with open(path, mode) as file:
+        with open(path, mode, opener=_open_private) as file:
             stream = ChecksumStream(cast(BinaryIO, file), self._pacer)
             try:
                 yield stream

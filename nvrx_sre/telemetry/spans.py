@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, Verdict
@@ -365,8 +366,8 @@ def _fault_attributes(record: Record, event: schema.FaultDetected) -> Attributes
 class SpanFile:
     """spans.jsonl: finished spans, one JSON object a line, each span once.
 
-    The first write cuts a torn last line and learns the ids that are there: a replay gives the same ids, and
-    the fold itself gives none twice. Raises `OSError` when the disk refuses.
+    Private (0600). The first write cuts a torn last line and learns the ids that are there: a replay gives the
+    same ids, and the fold itself gives none twice. Raises `OSError` when the disk refuses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -381,6 +382,7 @@ class SpanFile:
         if not new:
             return
         content = "".join(json.dumps(span.to_dict()) + "\n" for span in new)
+        self._path.touch(mode=PRIVATE_FILE_MODE)
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(content)
 

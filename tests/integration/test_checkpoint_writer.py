@@ -7,6 +7,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ def leftovers(run_dir: Path) -> list[str]:
 
 
 def test_saves_verifies_and_retains(start: Start, ranks: Ranks, tmp_path: Path) -> None:
-    """Stage by stage; old checkpoints go after the new one is verified; each rank keeps its own buffer."""
+    """Stage by stage; old checkpoints go after the new one is verified; files are private; each rank's own buffer."""
     writer = start()
     assert writer.hello.pid == writer.process.pid
     assert writer.hello.start_ticks == start_ticks(writer.process.pid)
@@ -98,6 +99,8 @@ def test_saves_verifies_and_retains(start: Start, ranks: Ranks, tmp_path: Path) 
     assert writer.leave() == 0
     assert steps(tmp_path) == [3, 2]
     assert leftovers(tmp_path) == []
+    newest = discover.discover(tmp_path, []).restorable[0].path
+    assert {stat.S_IMODE(path.stat().st_mode) for path in newest.iterdir()} == {0o600}
     assert all(item.verified for item in discover.discover(tmp_path, []).restorable)
     keys = set(discover.discover(tmp_path, []).restorable[0].manifest.dcp["tensors"])
     assert "model.running_mean@rank-00001" in keys and "model.weight@rank-00001" not in keys

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,4 @@ def test_the_span_file_holds_each_span_once_across_a_replay(tmp_path: Path) -> N
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(line["span_id"] for line in lines) == sorted(span.span_id for span in spans)
     assert lines[0]["status"] == "unset"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
