@@ -128,7 +128,7 @@ class SendInterrupt(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestStacks(Command):
-    """Send `StacksWanted`."""
+    """Have the child write the stacks of all its threads to its log; a `Kill` that follows waits for them, bounded."""
 
     child: int
     generation: int
@@ -205,7 +205,7 @@ class MoveRejected(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Emit(Command):
-    """Record an event. `occurred_mono_ns`: None for now."""
+    """Record an event of `generation`; `rank` None: it concerns the job."""
 
     event: Event
     generation: int

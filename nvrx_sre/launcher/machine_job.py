@@ -34,12 +34,8 @@ class MachineConfig:
     """What the machine has to know of the configuration."""
 
     world_size: int
-    min_world_size: int
     num_standbys: int
     limits: Limits
-    hot_every: int
-    save_every: int
-    keep: int
     exact_replay: bool = False
     """A step that gives another loss when it is executed again ends the run."""
     node: str = "node"

@@ -217,12 +217,8 @@ def _announce(
 def _machine_config(config: RunConfig) -> MachineConfig:
     return MachineConfig(
         world_size=config.nproc,
-        min_world_size=config.min_world_size,
         num_standbys=config.num_standbys,
         limits=config.limits,
-        hot_every=config.hot_every,
-        save_every=config.save_every,
-        keep=config.keep,
         exact_replay=config.exact_replay,
         node=socket.gethostname(),
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nvrx_sre.checkpoint import discover
 from nvrx_sre.core import processes
 from nvrx_sre.core.atomic import create_exclusively, make_private_directory, write_json_atomically
 from nvrx_sre.core.errors import RunDirectoryBusy, StorageError, Superseded, UserError
@@ -115,7 +116,7 @@ class RunDirectory:
 
     def newest_epoch(self) -> int:
         """Highest epoch ever taken, 0 if none."""
-        return max((int(item.stem) for item in self.epochs.glob("[0-9]*.json")), default=0)
+        return discover.highest_epoch(self.path)
 
     def _epoch_path(self, number: int) -> Path:
         return self.epochs / f"{number:08d}.json"
@@ -127,10 +128,6 @@ class RunDirectory:
                 f"run directory {self.path} is in use by launcher process {pid} of this host; "
                 "stop it first or choose another with --run-dir"
             )
-
-    def newest_epoch_is_live(self) -> bool:
-        """True if the newest epoch's launcher runs on this host."""
-        return self._live_holder(self.newest_epoch()) is not None
 
     def _live_holder(self, epoch: int) -> int | None:
         holder = read_json(self._epoch_path(epoch))

@@ -40,12 +40,8 @@ class DrivenMachine:
         self.records: list[Record] = []
         config = MachineConfig(
             world_size=num_ranks,
-            min_world_size=1,
             num_standbys=num_standbys,
             limits=limits or Limits(),
-            hot_every=1,
-            save_every=10,
-            keep=2,
             exact_replay=exact_replay,
         )
         begin = MachineStart(

@@ -297,12 +297,8 @@ class World:
         )
         config = MachineConfig(
             world_size=self.config.num_ranks,
-            min_world_size=1,
             num_standbys=self.config.num_standbys,
             limits=self.config.limits,
-            hot_every=self.hot_every,
-            save_every=self.save_every,
-            keep=3,
         )
         self._launcher = _Launcher(
             epoch=self.records[-1].epoch + 1 if self.records else 1,
