@@ -27,7 +27,7 @@ from nvrx_sre.checkpoint import manifest as manifests
 from nvrx_sre.checkpoint.agree import Fence, is_abandoned
 from nvrx_sre.checkpoint.manifest import Manifest
 from nvrx_sre.core.atomic import fsync_directory, make_private_directory, write_json_atomically
-from nvrx_sre.core.errors import CheckpointCorrupt, NothingRestorable, StorageError
+from nvrx_sre.core.errors import CheckpointCorrupt, StorageError
 
 CHECKPOINTS = "checkpoints"
 REJECTED = "rejected"
@@ -75,15 +75,6 @@ class Discovery:
     rejected: list[Rejected] = field(default_factory=list)
     abandoned: list[Found] = field(default_factory=list)
     interrupted: list[str] = field(default_factory=list)
-
-    def require(self) -> Found:
-        """The newest restorable checkpoint. Raises `NothingRestorable` that says why there is none."""
-        if self.restorable:
-            return self.restorable[0]
-        why = "; ".join(item.message for item in self.rejected) or "every commit was abandoned or moved aside"
-        raise NothingRestorable(
-            f"commits are on record and none is loadable: {why} (--start-fresh begins again at step 0)"
-        )
 
 
 def checkpoints_path(run_dir: Path) -> Path:

@@ -95,24 +95,10 @@ def check_durable(
 
 
 @torch.no_grad()
-def restore_hot(
-    tracked: Mapping[str, object], slot_file: SlotFile, slot_index: int, layout_hash: str
-) -> dict[str, Any]:
-    """Load a slot into `tracked` after verifying it; the plain values that cannot be changed in place, by name.
-
-    Raises `CheckpointCorrupt` before anything was changed.
-    """
-    header = slot_file.header(slot_index)
-    step = -1 if header is None else header.step
-    header = check_hot(slot_file, {"step": step, "slot": slot_index, "layout_hash": layout_hash}, tracked)
-    return _load_hot(tracked, slot_file, slot_index, header)
-
-
-@torch.no_grad()
 def restore_durable(
     tracked: Mapping[str, object], directory: Path, rank: int, world_size: int, described: Manifest
 ) -> dict[str, Any]:
-    """Load a checkpoint that `check_durable` passed on every rank; plain values as in `restore_hot`.
+    """Load a checkpoint that `check_durable` passed on every rank; values that cannot change in place, by name.
 
     Reads only this rank's shards, also when `world_size` is not the one it was saved with.
     """

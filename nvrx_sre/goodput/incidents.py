@@ -7,7 +7,7 @@ hot on all ranks if the cure was in process or a worker's, else a verified durab
 `exhausted` when the launcher stops for good. A launcher that dies or is preempted leaves it open, and the
 next one goes on with it.
 
-Numbers (DESIGN section 4): outage = last step committed before the first fault -> first step above H on
+Numbers: outage = last step committed before the first fault -> first step above H on
 the slowest rank; detection = evidence -> `FaultDetected`; resume = evidence -> first step started;
 rollback = H at the first fault - deepest step restored.
 
@@ -81,7 +81,6 @@ class Incident:
     deepest_restored: int | None = None
     first_step_started_ns: int | None = None
     resumed_ns: int | None = None
-    closed_ns: int | None = None
     attempt_ns: list[int] = field(default_factory=list)
     """Evidence of each attempt's fault."""
 
@@ -259,7 +258,6 @@ class IncidentTracker:
         incident = self.open
         assert incident is not None
         incident.verdict = verdict
-        incident.closed_ns = now_ns
         self.open = None
         self.closed.append(incident)
         self.num_closed += 1

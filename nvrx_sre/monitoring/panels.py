@@ -35,7 +35,6 @@ class Kind:
     STAT = "stat"
     TIMESERIES = "timeseries"
     BARGAUGE = "bargauge"
-    ROW = "row"
 
 
 @dataclass(frozen=True, kw_only=True)

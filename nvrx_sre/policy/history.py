@@ -16,7 +16,6 @@ from collections import deque
 from dataclasses import dataclass
 
 from nvrx_sre.core.clock import to_ns
-from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events.schema import (
     Action,
     BudgetReset,
@@ -44,17 +43,12 @@ class Attempt:
     fingerprint: str
     device: str
     high_water: int
-    before_first_step: bool
 
 
 class History:
-    """Fold of the journal for the policy. All times are wall nanoseconds, as in `Record.time_ns`.
+    """Fold of the journal for the policy. All times are wall nanoseconds, as in `Record.time_ns`."""
 
-    `caps` gives the flapping window; the caps themselves are an argument of each decision.
-    """
-
-    def __init__(self, caps: CapLimits | None = None) -> None:
-        self._caps = caps or CapLimits()
+    def __init__(self) -> None:
         self.high_water = 0
         """H: highest step ever committed."""
         self.first_step_ns: int | None = None
@@ -70,8 +64,6 @@ class History:
         self._progress = False
         self._cure = Layer.IN_PROCESS
         self._fruitless: deque[int] = deque(maxlen=_MAX_REMEMBERED)
-        self._flapping: deque[int] = deque(maxlen=_MAX_REMEMBERED)
-        self._devices: deque[tuple[int, str]] = deque(maxlen=_MAX_REMEMBERED)
         self._num_journal_dropped = 0
 
     def apply(self, record: Record) -> None:
@@ -105,15 +97,8 @@ class History:
 
     def num_fruitless(self, now_ns: int, window_s: float) -> int:
         """Attempts within the window that began after a fault and ended without progress."""
-        return _count_since(self._fruitless, now_ns, window_s)
-
-    def is_flapping(self, now_ns: int) -> bool:
-        """Faults with progress between them came often enough to warn."""
-        return _count_since(self._flapping, now_ns, self._caps.flapping_window_s) >= self._caps.flapping_faults
-
-    def num_device_faults(self, device: str, now_ns: int, window_s: float) -> int:
-        """Root faults of `device` within the window, with or without progress."""
-        return _count_since([time for time, name in self._devices if name == device], now_ns, window_s)
+        start_ns = now_ns - to_ns(window_s)
+        return sum(1 for time_ns in self._fruitless if time_ns > start_ns)
 
     def incident_high_water(self) -> int | None:
         """H at the first fault of an incident that has not passed it again, None if there is none."""
@@ -130,7 +115,6 @@ class History:
 
     def _on_fault(self, record: Record, event: FaultDetected) -> None:
         if self.has_progress():
-            self._flapping.append(record.time_ns)
             self.attempts.clear()
         else:
             self._fruitless.append(record.time_ns)
@@ -141,11 +125,8 @@ class History:
                 fingerprint=event.fingerprint,
                 device=event.device,
                 high_water=event.high_water,
-                before_first_step=self.first_step_ns is None,
             )
         )
-        if event.device:
-            self._devices.append((record.time_ns, event.device))
         self.high_water = max(self.high_water, event.high_water)
         self._progress = False
         self.progress_unknown = False
@@ -158,7 +139,6 @@ class History:
     def _reset(self) -> None:
         self.attempts.clear()
         self._fruitless.clear()
-        self._devices.clear()
         self._progress = False
         self.progress_unknown = False
 
@@ -168,8 +148,3 @@ class History:
 
     def _beyond_fault(self, step: int) -> bool:
         return bool(self.attempts) and step > self.attempts[-1].high_water
-
-
-def _count_since(times: deque[int] | list[int], now_ns: int, window_s: float) -> int:
-    start_ns = now_ns - to_ns(window_s)
-    return sum(1 for time in times if time > start_ns)

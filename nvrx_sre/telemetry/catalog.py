@@ -288,11 +288,3 @@ def metric_of(sample_name: str) -> Metric | None:
 def num_series() -> int:
     """Series of one run: fixed, whatever happens."""
     return sum(metric.num_series for metric in CATALOG.values())
-
-
-def bounded(value: str, metric: Metric, label_name: str, fallback: str = "other") -> str:
-    """`value` if the label's closed set holds it, else `fallback`."""
-    for label in metric.labels:
-        if label.name == label_name and value in label.values:
-            return value
-    return fallback

@@ -21,7 +21,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from nvrx_sre.core.clock import Clock
 from nvrx_sre.core.errors import UserError
 
 MAX_REQUESTS = 8
@@ -73,16 +72,12 @@ class MetricsServer:
         port: int | None,
         health: Callable[[], bool],
         ready: Callable[[], bool],
-        clock: Clock,
     ) -> None:
         self._registry = registry
         self._health = health
         self._ready = ready
-        self._clock = clock
         self._scraped = threading.Condition()
         self.num_scrapes = 0
-        self.last_scrape_ns: int | None = None
-        """Wall time of the last answered scrape, None before it."""
         try:
             self._server = _Server((host, port or 0), _handler(self))
         except OSError as error:
@@ -141,7 +136,6 @@ class MetricsServer:
         """A scrape was answered completely."""
         with self._scraped:
             self.num_scrapes += 1
-            self.last_scrape_ns = self._clock.wall_ns()
             self._scraped.notify_all()
 
 

@@ -39,7 +39,7 @@ from nvrx_sre.telemetry.spans import FinishedSpan, SpanFile, SpanFold
 SCRAPE_SYNC_S = 2.0
 """Longest wait of a scrape for the journal; beyond it counters stay at the last synced values."""
 SCRAPES_AFTER_END = 2
-"""Scrapes that must have seen the terminal state before the endpoint goes (DESIGN section 5)."""
+"""Scrapes that must have seen the terminal state before the endpoint goes."""
 
 Sink = Callable[[Record], None]
 LogItem = tuple[Record, tuple[str, str] | None]
@@ -98,7 +98,6 @@ class Telemetry:
             config.metrics_port,
             self._is_healthy,
             self._is_ready,
-            self.clock,
         )
         self.journal = JournalWriter(self.run_dir / "journal", self.run, config.epoch, limits=self.limits.telemetry)
         self._log_sink: SinkThread[LogItem] = SinkThread(Component.LOG, self._write_log, self.boundary)

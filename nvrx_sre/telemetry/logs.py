@@ -16,7 +16,7 @@ import structlog
 
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.events import schema
-from nvrx_sre.events.schema import Action, Record, StepKind, Verdict
+from nvrx_sre.events.schema import Action, Record, StepKind
 from nvrx_sre.telemetry.context import add_ambient
 from nvrx_sre.telemetry.redact import Redactor
 
@@ -149,13 +149,6 @@ def event_line(record: Record) -> str | None:
     """A line for people, or None for events that need none."""
     line = _LINES.get(type(record.event))
     return None if line is None else line(record, record.event)
-
-
-def is_alarming(record: Record) -> bool:
-    """True for what a person should see in a warning colour."""
-    if isinstance(record.event, schema.IncidentClosed):
-        return record.event.verdict not in (Verdict.RECOVERED,)
-    return level_of(record) in ("error", "warning")
 
 
 class EventLog:

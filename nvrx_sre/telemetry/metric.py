@@ -41,11 +41,10 @@ class Unit(StrEnum):
 
 
 class Scope(StrEnum):
-    """Who exports it: the leader for the whole job, every launcher for its node, or once a rank."""
+    """Who exports it: the leader for the whole job, or every launcher for its node."""
 
     JOB = "job"
     NODE = "node"
-    RANK = "rank"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ class PolicyStory(stories.Story):
     """A story whose restart decisions are the policy's own."""
 
     def decide(self, at_s: float, layer: Layer, action: Action = Action.RESTART, **changes: object) -> None:
-        history = History(CapLimits())
+        history = History()
         *past, last = self.records
         for record in past:
             history.apply(record)
@@ -67,7 +67,7 @@ class LiveRun:
         self.story = story or PolicyStory()
         self.ledger, self.tracker = Ledger(), IncidentTracker(run)
         self.fold = MetricsFold(run, self.ledger, self.tracker, CLOCK)
-        self.server = MetricsServer(self.fold.registry, "127.0.0.1", port, lambda: True, lambda: True, CLOCK)
+        self.server = MetricsServer(self.fold.registry, "127.0.0.1", port, lambda: True, lambda: True)
         self.server.start()
         self.num_told = 0
         self.begin_s = 0.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nvrx_sre.checkpoint import discover, manifest, retention
 from nvrx_sre.checkpoint.agree import Fence
-from nvrx_sre.core.errors import CheckpointCorrupt, NothingRestorable, StorageError
+from nvrx_sre.core.errors import CheckpointCorrupt, StorageError
 from nvrx_sre.events.schema import RejectReason
 from tests.checkpoint_directories import FILES, commit
 
@@ -159,7 +159,6 @@ def test_discovery_is_newest_first_and_tells_leftovers_apart(tmp_path: Path) -> 
     ]
     assert found.interrupted == [".tmp-step-00000030-g00002-1-ab"]
     assert found.rejected == []
-    assert found.require().step == 20
 
 
 def test_c01_an_unfinished_save_is_interrupted_and_not_a_checkpoint(tmp_path: Path) -> None:
@@ -220,7 +219,7 @@ def test_move_aside_keeps_everything(tmp_path: Path) -> None:
     assert discover.move_aside(tmp_path, "step-00000010-g00001", "size") == ""
 
 
-def test_c17_commits_on_record_and_none_loadable_is_its_own_error(tmp_path: Path) -> None:
+def test_c17_a_commit_stays_on_record_when_none_is_loadable(tmp_path: Path) -> None:
     """A run that committed once never silently begins again at step 0."""
     assert not discover.commits_on_record(tmp_path)
     path = commit(tmp_path, 10)
@@ -229,9 +228,7 @@ def test_c17_commits_on_record_and_none_loadable_is_its_own_error(tmp_path: Path
     assert discover.commits_on_record(tmp_path)
     discover.move_aside(tmp_path, path.name, "no_commit_marker")
     assert discover.commits_on_record(tmp_path)
-    with pytest.raises(NothingRestorable) as caught:
-        discover.discover(tmp_path, []).require()
-    assert caught.value.exit_code == 93
+    assert discover.discover(tmp_path, []).restorable == []
 
 
 def test_an_attempt_is_no_commit_on_record(tmp_path: Path) -> None:

@@ -163,13 +163,12 @@ def test_different_fingerprints_stop_at_the_consecutive_cap() -> None:
 
 
 def test_c39_faults_with_progress_never_stop_a_run() -> None:
-    """Fifty faults at one place, each after a sealed new step, are all restarted; the run is flapping."""
+    """Fifty faults at one place, each after a sealed new step, are all restarted."""
     story = started()
     for _ in range(50):
         decision = story.fault(FaultClass.KILLED)
         assert (decision.action, decision.backoff_s) == (Action.RESTART, 0.0)
         story.train(1)
-    assert story.history.is_flapping(story.now_ns)
 
 
 def test_c39_without_a_save_between_the_run_stops() -> None:

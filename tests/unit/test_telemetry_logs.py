@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from nvrx_sre.telemetry import context
-from nvrx_sre.telemetry.logs import EventLog, configure, event_line, is_alarming, level_of
+from nvrx_sre.telemetry.logs import EventLog, configure, event_line, level_of
 from nvrx_sre.telemetry.redact import Redactor
 from tests.stories import STORIES, exception_story
 
@@ -85,9 +85,3 @@ def test_a_recovery_reads_as_sentences() -> None:
     assert "decision: restart at layer in_process: because" in text
     assert "incident 1 recovered: exception on rank 1 at step 11, layer in_process, 1 attempt, outage 2.200 s" in text
     assert "run ended at step 11 with exit 0: end" in text
-
-
-def test_only_trouble_is_alarming() -> None:
-    """A recovered incident is good news; its fault was not."""
-    alarming = {type(record.event).__name__ for record in exception_story().records if is_alarming(record)}
-    assert alarming == {"FaultDetected"}
