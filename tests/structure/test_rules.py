@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from tests.structure.source import ROOT, Module, called_name, enclosing, functions, modules, read
 
-SLEEP_PACKAGES = {"core", "bench", "faults", "testing"}
 FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}
 
 BROAD_EXCEPTS: dict[str, str] = {
@@ -36,12 +35,11 @@ def _tests() -> Iterator[Module]:
     return (read(path) for path in sorted((ROOT / "tests").rglob("*.py")))
 
 
-def test_no_sleep_in_recovery_paths() -> None:
+def test_no_sleep_in_the_package() -> None:
     """A wait is a wait on the thing itself."""
     sleeps = [
         f"{module.short}:{node.lineno}"
         for module in modules()
-        if module.package not in SLEEP_PACKAGES
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call) and called_name(node).split(".")[-1] == "sleep"
     ]

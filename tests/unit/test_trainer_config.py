@@ -47,7 +47,7 @@ def test_command_line_and_configuration_are_inverse(config: TrainerConfig) -> No
         ({"steps": 2.5}, ["--steps is 2.5", "whole number"]),
         ({"steps": True}, ["--steps is True", "whole number"]),
         ({"model": "tyny"}, ["'tyny'", "did you mean 'tiny'?", "small"]),
-        ({"model": "gpt"}, ["'gpt'", "known are tiny"]),
+        ({"model": "vast"}, ["'vast'", "known are tiny"]),
         ({"learning_rate": 0.0}, ["--learning-rate is 0.0"]),
         ({"learning_rate": float("nan")}, ["--learning-rate is nan"]),
         ({"data": Path("/no/such/text")}, ["/no/such/text", "no such file or folder"]),
