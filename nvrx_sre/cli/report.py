@@ -95,6 +95,7 @@ class TerminalReporter:
         self._console = console or make_console()
         self._tally = ProgressTally()
         self._last_progress_ns: int | None = None
+        self._last_text = ""
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_RECORDS)
         self._progress = self._make_progress() if self._console.is_terminal else None
         self._thread = threading.Thread(target=self._render_all, name="nvrx-terminal", daemon=True)
@@ -160,6 +161,7 @@ class TerminalReporter:
         last = self._last_progress_ns
         if last is None or seconds(record.time_ns - last) >= PROGRESS_EVERY_S:
             self._last_progress_ns = record.time_ns
+            self._last_text = text
             self._print(Line(text, ""))
 
     def _print(self, line: Line) -> None:
@@ -170,5 +172,6 @@ class TerminalReporter:
     def _finish(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if self._tally.step:
-            self._print(Line(self._tally.text(self._num_steps), ""))
+        text = self._tally.text(self._num_steps)
+        if self._tally.step and text != self._last_text:
+            self._print(Line(text, ""))

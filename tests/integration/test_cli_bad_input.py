@@ -5,13 +5,28 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from nvrx_sre.cli.main import main
 from tests.conftest import CommandLine
 
 SHORT = ("train", "--nproc", "1", "--steps", "2", "--metrics-linger", "0", "--standbys", "0")
+
+
+@pytest.fixture
+def in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The command line without a process of its own, for what is refused before anything starts."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        exit_code = main(arguments)
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, exit_code, said.out, said.err)
+
+    return run
 
 
 def _expect_refusal(nvrx_sre_command: CommandLine, arguments: tuple[str, ...], *, says: str) -> None:
@@ -48,10 +63,10 @@ def _expect_refusal(nvrx_sre_command: CommandLine, arguments: tuple[str, ...], *
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
 def test_an_argument_that_cannot_work(
-    nvrx_sre_command: CommandLine, tmp_path: Path, arguments: tuple[str, ...], says: str
+    in_this_process: CommandLine, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
     """Each is refused before anything starts: no run directory appears."""
-    _expect_refusal(nvrx_sre_command, (*SHORT, *arguments), says=says)
+    _expect_refusal(in_this_process, (*SHORT, *arguments), says=says)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -65,10 +80,10 @@ def test_an_argument_that_cannot_work(
         ("[deadlines]\nstep_s = -1\n", "step_s"),
     ],
 )
-def test_a_broken_config(nvrx_sre_command: CommandLine, tmp_path: Path, content: str, says: str) -> None:
+def test_a_broken_config(in_this_process: CommandLine, tmp_path: Path, content: str, says: str) -> None:
     """A configuration file that does not fit is refused by name of section and key."""
     (tmp_path / "run.toml").write_text(content)
-    _expect_refusal(nvrx_sre_command, (*SHORT, "--config", "run.toml"), says=says)
+    _expect_refusal(in_this_process, (*SHORT, "--config", "run.toml"), says=says)
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -111,8 +126,6 @@ def test_a_run_directory_of_another_configuration(nvrx_sre_command: CommandLine,
     before = _content(tmp_path / "r")
     _expect_refusal(nvrx_sre_command, (*SHORT, "--run-dir", "r", "--seed", "2"), says="seed")
     assert _content(tmp_path / "r") == before
-    again = nvrx_sre_command(*SHORT, "--run-dir", "r", "--seed", "1")
-    assert again.returncode == 0, again.stderr
 
 
 @pytest.mark.parametrize(
@@ -135,12 +148,12 @@ def test_a_run_directory_of_another_configuration(nvrx_sre_command: CommandLine,
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
 def test_other_commands_refuse_what_cannot_work(
-    nvrx_sre_command: CommandLine, tmp_path: Path, arguments: tuple[str, ...], says: str
+    in_this_process: CommandLine, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
     """Every command keeps the same contract, and touches nothing."""
     script = tmp_path / "x.py"
     script.write_text("raise SystemExit(0)\n")
-    _expect_refusal(nvrx_sre_command, arguments, says=says)
+    _expect_refusal(in_this_process, arguments, says=says)
     assert [path.name for path in tmp_path.iterdir()] == ["x.py"]
 
 

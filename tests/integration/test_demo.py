@@ -44,5 +44,6 @@ def test_the_faulted_demo_ends_like_the_one_without_faults(nvrx_sre_command: Com
     assert faulted["incidents"][-1]["rollback_steps"] >= 85
 
     assert faulted["final_loss"] < faulted["result"]["unigram_entropy"] - 0.3
+    assert faulted["result"]["corpus_bytes"] >= 5_000_000
     assert "alerts fired:  none" in said and "NvrxCrashLooping" in said
     assert "restored step 150 from durable" in said

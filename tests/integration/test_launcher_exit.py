@@ -176,16 +176,18 @@ def test_c17_nothing_loadable_is_not_a_silent_fresh_start(copied: Path) -> None:
     assert fresh.exit_code == 0, fresh.explain()
 
 
-@pytest.mark.parametrize("damage", ["half", "empty", "minus_one", "no_manifest"])
+@pytest.mark.parametrize("damage", ["half", "no_manifest"])
 def test_c03_c05_a_damaged_newest_checkpoint_falls_back(copied: Path, damage: str) -> None:
-    """The newest checkpoint is damaged between two starts: the next one goes on from the one before it."""
+    """The newest checkpoint is damaged between two starts: the next one goes on from the one before it.
+
+    More kinds of damage, without a run: tests/unit/test_checkpoint_directory.py.
+    """
     newest = max((copied / "checkpoints").glob("step-*"))
     shard = newest / "__1_0.distcp"
     if damage == "no_manifest":
         (newest / "manifest.json").unlink()
     else:
-        size = shard.stat().st_size
-        os.truncate(shard, {"half": size // 2, "empty": 0, "minus_one": size - 1}[damage])
+        os.truncate(shard, shard.stat().st_size // 2)
     again = train(copied, "--nproc", "2", "--steps", "26", "--standbys", "0")
     assert again.exit_code == 0, again.explain()
     restored = [event for record, event in again.events(StateRestored) if record.epoch == 2]
