@@ -149,14 +149,6 @@ class Acked(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stacks(Message):
-    """Stacks of all threads of the process, cut to fit a packet."""
-
-    generation: int
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Restored(Message):
     """The rank holds the agreed state of `step`. `source` is a `schema.RestoredFrom`."""
 
@@ -261,13 +253,6 @@ class Go(Message):
 @dataclass(frozen=True, kw_only=True)
 class Interrupt(Message):
     """Leave `generation` now."""
-
-    generation: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StacksWanted(Message):
-    """Answer with `Stacks` from the monitor thread."""
 
     generation: int
 

@@ -12,6 +12,9 @@ from dataclasses import asdict, dataclass
 from nvrx_sre.core.errors import InternalError
 
 SETTINGS_VARIABLE = "NVRX_SRE_SETTINGS"
+STACKS_SIGNAL = 40
+"""Makes a child write the stacks of all its threads to its log, also while native code holds the interpreter's lock:
+SIGRTMIN + 6 on Linux."""
 
 
 @dataclass(frozen=True, kw_only=True)

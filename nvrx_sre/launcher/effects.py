@@ -62,9 +62,7 @@ class Effects:
             c.AssignRank: self._assign,
             c.OpenGeneration: self._open_generation,
             c.SendInterrupt: lambda command: self._send(command.child, wire.Interrupt(generation=command.generation)),
-            c.RequestStacks: lambda command: self._send(
-                command.child, wire.StacksWanted(generation=command.generation)
-            ),
+            c.RequestStacks: self._request_stacks,
             c.Kill: self._kill,
             c.GrantSlots: self._grant,
             c.DropSlots: lambda command: self.slots.drop(),
@@ -195,9 +193,15 @@ class Effects:
                 ),
             )
 
+    def _request_stacks(self, command: c.RequestStacks) -> None:
+        child = self.children.get(command.child)
+        if child is not None:
+            child.request_stacks()
+
     def _kill(self, command: c.Kill) -> None:
         child = self.children.get(command.child)
         if child is not None:
+            child.await_stacks()
             child.kill()
 
     def _grant(self, command: c.GrantSlots) -> None:

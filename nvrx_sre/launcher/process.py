@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,8 +21,12 @@ from nvrx_sre.core import processes
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Role
+from nvrx_sre.events.settings import STACKS_SIGNAL
 
 TAIL_BYTES = 8192
+STACKS_WAIT_S = 0.1
+"""Longest wait for the stacks of a hung process before it is killed (seconds)."""
+STACKS_POLL_S = 0.01
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,11 +41,40 @@ class Child:
     channel: wire.Channel
     log: Path
     popen: subprocess.Popen[bytes]
+    _stacks_from_bytes: int | None = None
+    """Size of the log when stacks were requested, None when none are awaited."""
 
     def kill(self) -> None:
         """SIGKILL the child's whole session; safe to repeat."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def request_stacks(self) -> None:
+        """Have the stacks of all the child's threads written to its log. Does not wait."""
+        self._stacks_from_bytes = self._log_bytes()
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, STACKS_SIGNAL)
+
+    def await_stacks(self) -> None:
+        """Wait until requested stacks stand in the log, at most `STACKS_WAIT_S`: a stopped process writes none."""
+        if self._stacks_from_bytes is None:
+            return
+        death = select.poll()
+        death.register(self.pidfd, select.POLLIN)
+        seen = self._stacks_from_bytes
+        for _ in range(round(STACKS_WAIT_S / STACKS_POLL_S)):
+            if death.poll(STACKS_POLL_S * 1000):
+                break
+            size = self._log_bytes()
+            if size == seen > self._stacks_from_bytes:
+                break
+            seen = size
+        self._stacks_from_bytes = None
+
+    def _log_bytes(self) -> int:
+        with contextlib.suppress(OSError):
+            return self.log.stat().st_size
+        return 0
 
     def reap(self) -> int:
         """Return code of the dead child (negative: signal). Ends what is left of its session, closes everything."""

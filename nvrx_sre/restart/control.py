@@ -21,7 +21,6 @@ import select
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Protocol
@@ -35,7 +34,6 @@ ALIVE_INTERVAL_S = 0.25
 """Liveness period: a quarter of the shortest sensible progress deadline (1 s)."""
 REDELIVERY_S = 0.003
 """Pause between two deliveries of one interrupt: prototypes needed 1 to 3 deliveries, 1 ms apart at least."""
-MAX_STACKS_CHARS = 24_000
 
 
 class Abortable(Protocol):
@@ -232,9 +230,7 @@ class RankControl:
             leave_with_launcher()
             return
         message, descriptors = received
-        if isinstance(message, wire.StacksWanted):
-            self.channel.send_nowait(wire.Stacks(generation=self._generation, text=stacks_text()))
-        elif isinstance(message, wire.SlotsGranted):
+        if isinstance(message, wire.SlotsGranted):
             if self.on_slots is not None:
                 self.on_slots(message, descriptors[0])
         else:
@@ -258,14 +254,3 @@ def leave_with_launcher() -> None:
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
-
-
-def stacks_text() -> str:
-    """Stacks of all threads, main thread first, cut to `MAX_STACKS_CHARS`."""
-    frames = sys._current_frames()
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    parts = []
-    for ident in sorted(frames, key=lambda item: item != main):
-        parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frames[ident])))
-    return "\n".join(parts)[:MAX_STACKS_CHARS]

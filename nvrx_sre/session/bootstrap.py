@@ -22,7 +22,7 @@ from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import ExitCode, NvrxError
 from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.settings import ChildSettings
+from nvrx_sre.events.settings import STACKS_SIGNAL, ChildSettings
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.session import process
 from nvrx_sre.session.environment import read_settings, watch_rank_variables
@@ -74,6 +74,7 @@ def main(arguments: list[str]) -> int:
         return ExitCode.USAGE
     bind_to_parent(settings.launcher_pid)
     faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     process.set_control(settings, connect(settings))
     watch_rank_variables()
     try:

@@ -40,6 +40,11 @@ class Ended:
         """The journal."""
         return read(self.run_dir)
 
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        """Finished spans."""
+        return [json.loads(line) for line in (self.run_dir / "spans.jsonl").read_text().splitlines()]
+
     def events(self, kind: type[E]) -> list[tuple[Record, E]]:
         """Records of one kind with their events."""
         return [(record, record.event) for record in self.records if isinstance(record.event, kind)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,17 @@ import pytest
 from nvrx_sre.events.schema import (
     CheckpointRejected,
     FaultDetected,
+    GenerationFormed,
     IncidentClosed,
     Layer,
     RankReplaced,
+    Record,
     RestoredFrom,
     RunFinished,
     SaveCommitted,
+    SaveStarted,
     StateRestored,
+    WorkerExited,
 )
 from tests.integration.launched import Ended, finish, start, train
 
@@ -63,6 +68,8 @@ def test_in_process_recovery_keeps_every_process(oracle: tuple[int, Ended], tmp_
     assert {event.layer for event in incidents} == {Layer.IN_PROCESS}, ended.explain()
     assert not ended.events(RankReplaced), ended.explain()
     assert all(event.rollback_steps <= 1 for event in incidents)
+    assert len({tuple(event.pids) for _, event in ended.events(GenerationFormed)}) == 1, "every pid is unchanged"
+    assert len(ended.rank_pids()) == nproc
     hangs = [(record.rank, event) for record, event in ended.events(FaultDetected) if event.fault == "hang"]
     assert [(rank, event.detector) for rank, event in hangs] == [(1, "deadline"), (0, "deadline")], ended.explain()
 
@@ -76,6 +83,9 @@ def test_c48_a_killed_rank_costs_one_new_process(oracle: tuple[int, Ended], tmp_
     replaced = ended.events(RankReplaced)
     assert [record.rank for record, _ in replaced] == [0, 1], ended.explain()
     assert all(event.warm for _, event in replaced), ended.explain()
+    formed = [event.pids for _, event in ended.events(GenerationFormed)]
+    changed = [[rank for rank in range(nproc) if old[rank] != new[rank]] for old, new in pairwise(formed)]
+    assert changed == [[0], [1]], "exactly one new pid each"
 
 
 def test_c47_one_fault_names_the_culprit(tmp_path: Path) -> None:
@@ -84,6 +94,22 @@ def test_c47_one_fault_names_the_culprit(tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.explain()
     faults = ended.events(FaultDetected)
     assert [(record.rank, event.fault, event.signal) for record, event in faults] == [(2, "killed", 9)], ended.explain()
+    [span] = [span for span in ended.spans if span["name"] == "nvrx.incident"]
+    assert (span["attributes"]["nvrx.root_rank"], span["attributes"]["nvrx.signal"]) == (2, "SIGKILL")
+    assert [item["fault"] for item in ended.summary["incidents"]] == ["killed"]
+
+
+def test_c27_stacks_are_written_before_a_hang_is_ended(oracle: tuple[int, Ended], tmp_path: Path) -> None:
+    """Ranks that speak and do not step are hung, and not crashed; where they stood is in their log."""
+    nproc, unfaulted = oracle
+    ended = train(tmp_path / "run", "--nproc", str(nproc), "--standbys", "0", "--fault", "hang@1:6")
+    assert_same_as(unfaulted, ended)
+    faults = [(record.rank, event.fault, event.detector) for record, event in ended.events(FaultDetected)]
+    assert faults == [(1, "hang", "deadline")], ended.explain()
+    for rank in range(nproc):
+        said = (tmp_path / "run" / "logs" / f"rank-{rank:05d}.log").read_text()
+        assert ("in _hang\n" in said) == (rank == 1), said
+        assert "in run_step\n" in said
 
 
 def test_c30_a_frozen_rank_is_replaced_within_its_deadline(tmp_path: Path) -> None:
@@ -98,6 +124,8 @@ def test_c30_a_frozen_rank_is_replaced_within_its_deadline(tmp_path: Path) -> No
     assert {(event.fault, event.layer) for event in incidents} == {("hang", Layer.WORKER)}, ended.explain()
     assert [record.rank for record, _ in ended.events(RankReplaced)] == [1, 1, 0], ended.explain()
     assert all(event.outage_s is not None and event.outage_s < 60 for event in incidents)
+    said = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*.log"))
+    assert "in _hang_native\n" in said and "in _hang_gil\n" in said, "stacks of what was killed"
 
 
 def test_the_demos_faults_one_after_another(oracle: tuple[int, Ended], tmp_path: Path) -> None:
@@ -114,11 +142,21 @@ def test_the_demos_faults_one_after_another(oracle: tuple[int, Ended], tmp_path:
     assert (last.step, last.source) == (8, RestoredFrom.DURABLE), ended.explain()
 
 
+def is_of_the_save(record: Record) -> bool:
+    """The save of step 8 is started or committed, or a rank is killed."""
+    event = record.event
+    return (isinstance(event, SaveStarted | SaveCommitted) and event.step == 8) or (
+        isinstance(event, WorkerExited) and event.signal == 9
+    )
+
+
 def test_a_save_handed_over_survives_the_loss_of_every_rank(tmp_path: Path) -> None:
-    """All ranks die right after step 8 was sealed; the writer commits it all the same."""
-    ended = train(tmp_path / "run", "--nproc", "2", "--fault", "sigkill@0:9/data", "--fault", "sigkill@1:9/data")
+    """All ranks die in the step after the one that was handed over: the writer commits it when they are dead."""
+    faults = fault_arguments("slow_storage@0:7=0.2s", "sigkill@0:9/data", "sigkill@1:9/data")
+    ended = train(tmp_path / "run", "--nproc", "2", *faults)
     assert ended.exit_code == 0, ended.explain()
-    assert 8 in [event.step for _, event in ended.events(SaveCommitted)], ended.explain()
+    story = [type(record.event).__name__ for record in ended.records if is_of_the_save(record)]
+    assert story[:4] == ["SaveStarted", "WorkerExited", "WorkerExited", "SaveCommitted"], ended.explain()
 
 
 def test_many_restarts_leak_nothing_and_meshes_are_current(tmp_path: Path) -> None:
