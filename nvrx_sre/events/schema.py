@@ -42,7 +42,7 @@ class FaultClass(StrEnum):
 
 
 class Layer(StrEnum):
-    """Where a recovery happens."""
+    """Where a recovery happens, lowest first."""
 
     IN_PROCESS = "in_process"
     WORKER = "worker"

@@ -44,7 +44,7 @@ from nvrx_sre.goodput.verdict import ends_incident, verdict_open, verdict_recove
 
 MAX_CLOSED = 1000
 """Closed incidents kept for the summary; beyond it the oldest are forgotten (`num_closed` counts all)."""
-_DEPTH = {Layer.IN_PROCESS: 0, Layer.WORKER: 1, Layer.JOB: 2}
+_LADDER = tuple(Layer)
 
 FollowUp = tuple[Event, int | None]
 """An event to emit and the rank of its record."""
@@ -174,7 +174,7 @@ class IncidentTracker:
         incident = self.open
         if incident is None:
             return []
-        if _DEPTH[event.layer] > _DEPTH[incident.layer]:
+        if _LADDER.index(event.layer) > _LADDER.index(incident.layer):
             incident.layer = event.layer
         incident.degraded |= event.checkpoints_back > 0
         if event.action is Action.STOP and ends_incident(event.exit_code):

@@ -23,7 +23,7 @@ __all__ = ["Decision", "PolicyFault", "decide"]
 
 _LAST_ATTEMPT = 2
 """Faults of one fingerprint after which the next attempt goes one checkpoint further back."""
-_RANK = {Layer.IN_PROCESS: 0, Layer.WORKER: 1, Layer.JOB: 2}
+_LADDER = tuple(Layer)
 _RETRYABLE_CAPS = frozenset({Cap.STARTUP, Cap.STORAGE})
 """Caps after which a start elsewhere may help (exit 75); the others end the job (exit 93)."""
 
@@ -94,13 +94,13 @@ def _stop(budgets: Budgets, exit_code: int, reason: str, cap: Cap | None) -> Dec
 
 def _restart(fault: PolicyFault, budgets: Budgets, limits: CapLimits) -> Decision:
     last_attempt = budgets.num_same >= _LAST_ATTEMPT
-    layer = max(RULES[fault.fault].first_layer, fault.min_layer, key=_RANK.__getitem__)
+    layer = max(RULES[fault.fault].first_layer, fault.min_layer, key=_LADDER.index)
     if last_attempt:
-        layer = max(layer, Layer.WORKER, key=_RANK.__getitem__)
+        layer = max(layer, Layer.WORKER, key=_LADDER.index)
     back = 1 if last_attempt or fault.fault is FaultClass.NONFINITE else 0
     return Decision(
         action=Action.RESTART,
-        layer=min(layer, Layer.WORKER, key=_RANK.__getitem__),
+        layer=min(layer, Layer.WORKER, key=_LADDER.index),
         backoff_s=_backoff_s(fault, budgets, limits),
         reason=_reason(fault, budgets, back),
         exit_code=None,
