@@ -226,13 +226,6 @@ class SlotFile:
                 free.append((True, header.step, slot))
         return min(free)[2] if free else None
 
-    def newest(self, *, step_max: int | None = None) -> tuple[int, SlotHeader] | None:
-        """Slot with the highest sealed (step, generation), at most `step_max`; None if nothing is sealed."""
-        sealed = [(slot, header) for slot, header in enumerate(self.headers()) if header is not None]
-        if step_max is not None:
-            sealed = [(slot, header) for slot, header in sealed if header.step <= step_max]
-        return max(sealed, key=lambda pair: (pair[1].step, pair[1].generation), default=None)
-
     def _put(self, slot: int, packed: bytes) -> None:
         start = self._start(slot)
         self._view[start : start + len(packed) + _CRC.size] = packed + _CRC.pack(zlib.crc32(packed))

@@ -72,7 +72,6 @@ def test_nothing_is_sealed_at_first(slots: SlotFile) -> None:
     """A new file holds nothing and both control words say so."""
     assert slots.headers() == [None] * NUM_SLOTS
     assert (slots.sealed_step, slots.held_slot) == (-1, -1)
-    assert slots.newest() is None
 
 
 def test_begin_takes_the_old_state_away(slots: SlotFile) -> None:
@@ -144,17 +143,6 @@ def test_stale_sealed_step_frees_nothing_below_the_step_taken(slots: SlotFile) -
     slots.held_slot = 2
     slots.begin(1, 2, 99, False)
     assert slots.free_slot(99, generation=2, restored_step=98) == 1
-
-
-def test_newest_is_by_step_then_generation(slots: SlotFile) -> None:
-    """The newest slot, optionally up to a step."""
-    seal(slots, 0, 5, generation=1)
-    seal(slots, 1, 5, generation=2)
-    seal(slots, 2, 4, generation=3)
-    newest = slots.newest()
-    assert newest is not None and newest[0] == 1
-    older = slots.newest(step_max=4)
-    assert older is not None and older[0] == 2
 
 
 def test_map_refuses_other_sizes(slots: SlotFile) -> None:
