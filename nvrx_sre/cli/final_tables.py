@@ -26,16 +26,24 @@ _WIDEST = 200
 
 
 def print_summary(
-    summary: Mapping[str, Any], run_dir: Path, *, metrics_url: str = "", console: Console | None = None
+    summary: Mapping[str, Any],
+    run_dir: Path,
+    *,
+    metrics_url: str = "",
+    num_steps: int | None = None,
+    console: Console | None = None,
 ) -> None:
-    """Print the final tables and places of a run. An empty `summary`: the run was refused, places only."""
+    """Print the final tables and places of a run. An empty `summary`: the run was refused, places only.
+
+    `num_steps`: the run's planned steps, None if unknown.
+    """
     console = console or make_console()
     if summary:
         console.print()
         _print_incidents(console, summary.get("incidents") or [])
         _print_ledger(console, summary.get("ledger") or {}, summary.get("wall_s"))
         _print_saves(console, summary.get("saves") or {})
-        _print_result(console, summary)
+        _print_result(console, summary, num_steps)
     _print_places(console, run_dir, metrics_url)
 
 
@@ -111,7 +119,7 @@ def _print_saves(console: Console, saves: Mapping[str, Any]) -> None:
         console.print(f"Steps waited {duration_text(float(blocking_s))} for saves in all.")
 
 
-def _print_result(console: Console, summary: Mapping[str, Any]) -> None:
+def _print_result(console: Console, summary: Mapping[str, Any], num_steps: int | None) -> None:
     goodput = summary.get("goodput") or {}
     shares = "  ".join(f"{name} {value:.1%}" for name, value in goodput.items() if isinstance(value, (int, float)))
     if shares:
@@ -122,10 +130,11 @@ def _print_result(console: Console, summary: Mapping[str, Any]) -> None:
     if loss_text and isinstance(entropy, (int, float)):
         loss_text += f" (byte unigram entropy {entropy:.4f})"
     code = summary.get("exit_code", "-")
+    planned = "" if num_steps is None else f" of {num_steps}"
     console.print(
         Text(
-            f"Run {summary.get('run', '-')}: exit {code}, {_number(summary.get('high_water'))} of "
-            f"{_number(summary.get('steps'))} steps, {_number(summary.get('redone_steps'))} redone{loss_text}",
+            f"Run {summary.get('run', '-')}: exit {code}, {_number(summary.get('high_water'))}{planned} steps, "
+            f"{_number(summary.get('redone_steps'))} redone{loss_text}",
             style="bold green" if code == 0 else "bold red",
         )
     )

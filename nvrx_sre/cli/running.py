@@ -47,7 +47,7 @@ def run_and_report(
         ended = launcher.run(config, [reporter, *sinks])
     if reporter.num_dropped:
         console.print(f"{reporter.num_dropped} records were not shown here; the journal has them")
-    print_summary(ended.summary, config.run_dir, metrics_url=ended.metrics_url, console=console)
+    print_summary(ended.summary, config.run_dir, metrics_url=ended.metrics_url, num_steps=num_steps, console=console)
     if ended.exit_code != ExitCode.FINISHED:
         click.echo(f"nvrx-sre: exit {ended.exit_code}: {ended.reason}", err=True)
     return ended.exit_code

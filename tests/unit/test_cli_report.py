@@ -215,8 +215,11 @@ def test_final_tables_show_the_summary(tmp_path: Path) -> None:
     """Incidents, ledger, saves and places; a state that never was is left out."""
     (tmp_path / "journal").mkdir()
     console, output = _console()
-    final_tables.print_summary(SUMMARY, tmp_path, metrics_url="http://127.0.0.1:1/metrics", console=console)
+    final_tables.print_summary(
+        SUMMARY, tmp_path, metrics_url="http://127.0.0.1:1/metrics", num_steps=9000, console=console
+    )
     shown = output.getvalue()
+    assert f"{SUMMARY['high_water']} of 9000 steps" in shown
     for wanted in ("hang", "in_process", "4.000 s", "recovered", "83.3%", "391", "exit 0", "journal", "/metrics"):
         assert wanted in shown
     assert "halted" not in shown and "spans" not in shown
@@ -233,7 +236,7 @@ def test_final_tables_bear_missing_keys(tmp_path: Path) -> None:
     """A run that ended early has dashes, not an error."""
     console, output = _console()
     final_tables.print_summary({"run": "x", "incidents": [{}]}, tmp_path, console=console)
-    assert "Run x: exit -" in output.getvalue()
+    assert "Run x: exit -, - steps" in output.getvalue()
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
