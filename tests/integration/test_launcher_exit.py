@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
 
 from nvrx_sre.core import processes
+from nvrx_sre.core.clock import SystemClock
+from nvrx_sre.core.slow_storage import slow_down_storage
 from nvrx_sre.events.schema import (
     CheckpointRejected,
     FaultDetected,
+    IncidentClosed,
     LeaderLost,
     PreemptionReceived,
     Record,
     RestoredFrom,
+    SaveCommitted,
+    SaveFailed,
+    SaveFailure,
+    SaveSkipped,
+    SaveStarted,
     SaveVerified,
     StateRestored,
     StepsCommitted,
     WorkerStarted,
 )
-from tests.integration.launched import Ended, finish, live, start, train, train_arguments, wait_for
+from tests.integration.launched import Ended, finish, start, train, train_arguments, wait_for
 
 LONG = ("--nproc", "2", "--steps", "100000", "--standbys", "0")
 
@@ -39,27 +51,45 @@ def started_processes(run_dir: Path, popen: subprocess.Popen[str]) -> dict[int, 
     return {event.pid: event.start_ticks for _, event in records.events(WorkerStarted)}
 
 
-def assert_nothing_left(children: dict[int, int]) -> None:
-    """No child of the run is alive."""
-    left = {pid for pid, ticks in children.items() if processes.is_alive(pid, ticks)}
-    assert not left
+def private_temporary(run_dir: Path) -> dict[str, str]:
+    """Environment with a temporary directory of the run's own, so that a test sees what is left there."""
+    place = run_dir.parent / f"{run_dir.name}-tmp"
+    place.mkdir(exist_ok=True)
+    return {"TMPDIR": str(place)}
 
 
-def hot_memory_names() -> set[str]:
-    """memfds of hot slots that any process of ours still has open."""
+def assert_nothing_left(run_dir: Path, children: dict[int, int]) -> None:
+    """No child of the run is alive, nobody holds its hot memory, nothing listens, no temporary file is left."""
+    temporary = run_dir.parent / f"{run_dir.name}-tmp"
+    assert not {pid for pid, ticks in children.items() if processes.is_alive(pid, ticks)}
+    assert not hot_memory_names(run_dir.name)
+    # torch itself makes one cache directory a user on import, launcher or not.
+    assert not [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", urlsplit(metrics_url(run_dir)).port)) != 0
+
+
+def hot_memory_names(run: str) -> set[str]:
+    """memfds of the run's hot slots that any process still has open."""
     names: set[str] = set()
     for fd_dir in Path("/proc").glob("[0-9]*/fd"):
         try:
-            names |= {os.readlink(item) for item in fd_dir.iterdir() if "nvrx-hot-exit" in os.readlink(item)}
+            names |= {name for item in fd_dir.iterdir() if f"nvrx-hot-{run}" in (name := os.readlink(item))}
         except OSError:
             continue
     return names
 
 
+def metrics_url(run_dir: Path) -> str:
+    """Where the run's discovery file says that its metrics are."""
+    return str(json.loads((run_dir / "metrics.json").read_text())["url"])
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """A run of 24 steps that ended well, with checkpoints of steps 8, 16 and 24."""
-    ended = train(tmp_path_factory.mktemp("finished") / "run", "--nproc", "2")
+    run_dir = tmp_path_factory.mktemp("finished") / "exit-finished"
+    ended = finish(start(train_arguments(run_dir, "--nproc", "2"), **private_temporary(run_dir)), run_dir)
     assert ended.exit_code == 0, ended.explain()
     return ended
 
@@ -67,16 +97,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 @pytest.fixture
 def copied(finished: Ended, tmp_path: Path) -> Path:
     """A copy of the finished run's directory, to damage and start again."""
-    shutil.copytree(finished.run_dir, tmp_path / "run", symlinks=True)
-    return tmp_path / "run"
+    return Path(shutil.copytree(finished.run_dir, tmp_path / finished.run_dir.name, symlinks=True))
 
 
 def test_a_finished_run_leaves_nothing(finished: Ended) -> None:
     """After exit 0 no child is alive, no temporary directory is left and the directory is private."""
-    assert not live(finished.pids())
+    assert_nothing_left(finished.run_dir, {event.pid: event.start_ticks for _, event in finished.events(WorkerStarted)})
     assert not list((finished.run_dir / "checkpoints").glob(".tmp-*"))
     assert finished.run_dir.stat().st_mode & 0o077 == 0
-    assert not hot_memory_names()
 
 
 def test_a_run_can_be_extended_from_its_last_checkpoint(copied: Path) -> None:
@@ -90,13 +118,14 @@ def test_a_run_can_be_extended_from_its_last_checkpoint(copied: Path) -> None:
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     """SIGINT: exit 130, recorded as a person's, and nothing is left."""
     run_dir = tmp_path / "exit-interrupted"
-    popen = start(train_arguments(run_dir, *LONG))
+    popen = start(train_arguments(run_dir, *LONG), **private_temporary(run_dir))
     wait_for(run_dir, popen, has_steps)
     children = started_processes(run_dir, popen)
+    assert hot_memory_names(run_dir.name), "the check below sees what there is"
     popen.send_signal(signal.SIGINT)
     ended = finish(popen, run_dir)
     assert ended.exit_code == 130, ended.explain()
-    assert_nothing_left(children)
+    assert_nothing_left(run_dir, children)
     [(_, event)] = ended.events(PreemptionReceived)
     assert event.by_person
 
@@ -119,20 +148,52 @@ def test_preemption_flushes_the_newest_step(tmp_path: Path) -> None:
     assert [(event.step, event.source) for event in restored] == [(verified[-1], RestoredFrom.DURABLE)]
 
 
-def test_c43_a_killed_launcher_takes_its_workers_along(tmp_path: Path) -> None:
-    """SIGKILL of the launcher: its children are gone within 3 s; the next start of the run goes on."""
+def test_c01_c43_a_launcher_killed_in_mid_save(tmp_path: Path) -> None:
+    """Its children are gone within 3 s; the next start goes on from the save before, and counts the torn one as failed.
+
+    The storage becomes so slow that the next save can never end.
+    """
     run_dir = tmp_path / "exit-killed"
-    popen = start(train_arguments(run_dir, *LONG))
+    popen = start(train_arguments(run_dir, *LONG, "--save-every", "40"), **private_temporary(run_dir))
     wait_for(run_dir, popen, lambda record: isinstance(record.event, SaveVerified))
+    slow_down_storage(run_dir, 600.0)
+    wait_for(run_dir, popen, HeldUp(SystemClock().wall_ns()))
     children = started_processes(run_dir, popen)
     pidfds = [os.pidfd_open(pid) for pid, ticks in children.items() if processes.is_alive(pid, ticks)]
     popen.kill()
     popen.communicate()
     assert_gone_within(pidfds, 3.0)
-    assert not hot_memory_names()
-    again = train(run_dir, "--nproc", "2", "--standbys", "0")
+    assert_nothing_left(run_dir, children)
+    slow_down_storage(run_dir, 0.0)
+
+    killed = Ended(exit_code=-9, output="", run_dir=run_dir)
+    good = [event.step for _, event in killed.events(SaveCommitted)]
+    [torn] = {event.step for _, event in killed.events(SaveStarted)} - set(good)
+    more = ("--save-every", "40", "--steps", str(good[-1] + 2))
+    again = train(run_dir, "--nproc", "2", "--standbys", "0", *more)
     assert again.exit_code == 0, again.explain()
     assert again.events(LeaderLost), again.explain()
+    restored = [event.step for record, event in again.events(StateRestored) if record.epoch == 2]
+    assert restored == [good[-1]], again.explain()
+    failed = [(record.epoch, event.step, event.reason) for record, event in again.events(SaveFailed)]
+    assert failed == [(2, torn, SaveFailure.INTERRUPTED)], again.explain()
+    assert again.summary["saves"]["durable"]["failed"] == 1
+    status = {span["attributes"]["nvrx.step"]: span["status"] for span in again.spans if span["name"] == "nvrx.save"}
+    assert status[torn] == "error" and status[good[0]] == "unset"
+
+
+class HeldUp:
+    """True when a save was begun after `since_ns`, or so many were skipped that the one before them is stuck."""
+
+    def __init__(self, since_ns: int) -> None:
+        self.since_ns = since_ns
+        self.num_skipped = 0
+
+    def __call__(self, record: Record) -> bool:
+        if record.time_ns <= self.since_ns:
+            return False
+        self.num_skipped += isinstance(record.event, SaveSkipped)
+        return isinstance(record.event, SaveStarted) or self.num_skipped >= 4
 
 
 def assert_gone_within(pidfds: list[int], limit_s: float) -> None:
@@ -152,11 +213,21 @@ def assert_gone_within(pidfds: list[int], limit_s: float) -> None:
             os.close(descriptor)
 
 
-def test_a_live_run_directory_is_refused(tmp_path: Path) -> None:
-    """A second launcher on the directory of a live one: exit 78, one line, and the first goes on."""
+def test_c58_a_live_run_is_found_by_its_file_and_refuses_a_second_launcher(tmp_path: Path) -> None:
+    """The real port is in the run directory, up through a restart; a second launcher there: exit 78, the first goes on.
+
+    So does a run elsewhere on this host that asks for the same port.
+    """
     run_dir = tmp_path / "exit-busy"
-    popen = start(train_arguments(run_dir, *LONG))
+    popen = start(train_arguments(run_dir, *LONG, "--fault", "exception@1:5"))
+    wait_for(run_dir, popen, lambda record: isinstance(record.event, IncidentClosed))
     wait_for(run_dir, popen, has_steps)
+    url = metrics_url(run_dir)
+    with urlopen(url, timeout=30) as answer:
+        assert 'nvrx_incidents_total{run="exit-busy",verdict="recovered"} 1.0' in answer.read().decode()
+    port = str(urlsplit(url).port)
+    elsewhere = train(tmp_path / "exit-elsewhere", "--nproc", "1", "--metrics-port", port)
+    assert (elsewhere.exit_code, port in elsewhere.output) == (78, True), elsewhere.output
     second = train(run_dir, *LONG)
     assert second.exit_code == 78
     assert "in use by launcher process" in second.output
