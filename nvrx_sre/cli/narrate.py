@@ -19,6 +19,8 @@ BAD = "red"
 WARN = "yellow"
 PLAIN = ""
 FAINT = "dim"
+MAX_MESSAGE_CHARS = 160
+"""What a line shows of an error's message; the journal has more, the rank's log all of it."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,33 @@ def _fault_injected(record: Record, event: schema.FaultInjected) -> Line:
 
 def _fault_detected(record: Record, event: schema.FaultDetected) -> Line:
     after = duration_text(max(seconds(record.time_ns - event.evidence_ns), 0.0))
-    what = event.exception_type or (f"signal {event.signal}" if event.signal else "")
-    if not what and event.exit_code is not None:
-        what = f"exit code {event.exit_code}"
+    what = _what_was_seen(event)
     detail = f" ({what})" if what else ""
     return Line(
         f"fault: {event.fault}{detail} on {rank_text(record.rank)} at step {event.step}, "
         f"phase {event.phase}, detected by {event.detector} after {after}",
         BAD,
     )
+
+
+def _what_was_seen(event: schema.FaultDetected) -> str:
+    """The exception with its message and place, or how the process ended and what it said last."""
+    if event.exception_type:
+        place = f", {event.frame}" if event.frame else ""
+        return f"{event.exception_type}{_shortened(event.message)}{place}"
+    if event.signal:
+        return f"signal {event.signal}"
+    if event.exit_code is None:
+        return ""
+    if event.exit_code == 0 and event.fault is schema.FaultClass.USER_ERROR:
+        return "the script ended without a call of a function that is decorated with @nvrx_sre.resilient"
+    return f"exit code {event.exit_code}{_shortened(event.message)}"
+
+
+def _shortened(message: str) -> str:
+    if not message:
+        return ""
+    return f": {message}" if len(message) <= MAX_MESSAGE_CHARS else f": {message[: MAX_MESSAGE_CHARS - 3]}..."
 
 
 def _restart_decided(record: Record, event: schema.RestartDecided) -> Line:

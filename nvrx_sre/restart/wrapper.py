@@ -13,6 +13,8 @@ Runs in the main thread only; a training function elsewhere could not be interru
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,14 @@ from nvrx_sre.events.schema import Phase
 from nvrx_sre.restart import abort, health, torch_errors
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.restart.leftovers import Leftovers
+
+
+def write_to_log(fault: torch_errors.Description) -> None:
+    """The traceback, where people look for one: in the rank's log. That of a lost peer is not this rank's doing."""
+    text = f"nvrx-sre: {fault.message}\n" if fault.communication else fault.stack
+    # The disk may be full, or the script have closed its stderr: neither may cost the recovery.
+    with contextlib.suppress(OSError, ValueError):
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 @dataclass(kw_only=True)
@@ -118,6 +128,7 @@ class Restarter:
                     mono_ns=now_ns,
                 )
             )
+            write_to_log(fault)
 
     def _tear_down(self) -> str:
         """Leave the old generation for good; '' or why this process is unfit for another."""

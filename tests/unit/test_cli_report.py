@@ -211,6 +211,30 @@ SUMMARY: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        (
+            {"exception_type": "NameError", "message": "no 'x'", "frame": "a.py:5 train"},
+            "(NameError: no 'x', a.py:5 train)",
+        ),
+        ({"exception_type": "ValueError", "message": "y" * 500}, "(ValueError: " + "y" * 157 + "...)"),
+        ({"signal": 9, "message": "step 20"}, "(signal 9)"),
+        ({"exit_code": 1, "message": "SyntaxError: expected ':'"}, "(exit code 1: SyntaxError: expected ':')"),
+        ({"exit_code": 0, "fault": schema.FaultClass.USER_ERROR}, "@nvrx_sre.resilient"),
+        ({}, "fault: exception on rank 1"),
+    ],
+    ids=["exception", "long", "signal", "exit", "undecorated", "nothing"],
+)
+def test_a_fault_says_what_happened(changes: dict[str, Any], wanted: str) -> None:
+    """Error, message and place are on the terminal: nobody has to look for a log first."""
+    empty = {"fault": schema.FaultClass.EXCEPTION, "exception_type": "", "message": "", "frame": ""}
+    unknown = {"signal": None, "exit_code": None}
+    event = dataclasses.replace(_sample(schema.FaultDetected), **{**empty, **unknown, **changes})
+    line = narrate.narrate(_record(event, rank=1))
+    assert line is not None and wanted in line.text
+
+
 def test_final_tables_show_the_summary(tmp_path: Path) -> None:
     """Incidents, ledger, saves and places; a state that never was is left out."""
     (tmp_path / "journal").mkdir()
