@@ -75,10 +75,10 @@ def logs(run_dir: Path) -> Iterator[str]:
         yield f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}"
 
 
-def start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
+def start(arguments: list[str], module: str = "nvrx_sre", **environment: str) -> subprocess.Popen[str]:
     """Start `nvrx-sre ARGUMENTS` as the leader of its own process group."""
     return subprocess.Popen(
-        [sys.executable, "-m", "nvrx_sre", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

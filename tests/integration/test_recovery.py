@@ -10,11 +10,13 @@ import pytest
 from nvrx_sre.events.schema import (
     CheckpointRejected,
     FaultDetected,
+    FaultInjected,
     GenerationFormed,
     IncidentClosed,
     Layer,
     RankReplaced,
     Record,
+    ReplayDiverged,
     RestoredFrom,
     RunFinished,
     SaveCommitted,
@@ -22,7 +24,7 @@ from nvrx_sre.events.schema import (
     StateRestored,
     WorkerExited,
 )
-from tests.integration.launched import Ended, finish, start, train
+from tests.integration.launched import Ended, finish, start, train, train_arguments, wait_for
 
 KILLS = ("sigkill@0:10", "sigkill@1:16")
 DIGESTS = ("loss_digest", "samples_digest", "state_digest")
@@ -148,6 +150,38 @@ def is_of_the_save(record: Record) -> bool:
     return (isinstance(event, SaveStarted | SaveCommitted) and event.step == 8) or (
         isinstance(event, WorkerExited) and event.signal == 9
     )
+
+
+@pytest.mark.parametrize("oracle", [2], indirect=True)
+def test_c52_broken_telemetry_changes_neither_training_nor_recovery(oracle: tuple[int, Ended], tmp_path: Path) -> None:
+    """Journal, span exporter, metrics and log handler raise at every record: same digests, same recoveries, exit 0."""
+    arguments = train_arguments(tmp_path / "run", *fault_arguments("exception@1:5", "sigkill@0:10"))
+    ended = finish(start(arguments, "tests.integration.broken_telemetry"), tmp_path / "run")
+    assert ended.exit_code == 0, ended.explain()
+    assert [ended.summary[name] for name in DIGESTS] == [oracle[1].summary[name] for name in DIGESTS]
+    recovered_in = [(item["layer"], item["verdict"]) for item in ended.summary["incidents"]]
+    assert recovered_in == [("in_process", "recovered"), ("worker", "recovered")]
+    assert ended.records == [] and ended.summary["telemetry"]["events"] > 0
+
+
+def test_a_replay_that_differs_ends_the_run(tmp_path: Path) -> None:
+    """The data changes under a run, which then goes back to a checkpoint: exit 70, one line, counted."""
+    data = tmp_path / "text"
+    data.write_bytes(bytes(range(256)) * 400)
+    run_dir = tmp_path / "run"
+    faults = fault_arguments("hang@1:12", "nonfinite@1:14")  # the hang gives time to change the data
+    arguments = train_arguments(run_dir, "--standbys", "0", "--data", str(data), *faults, "--step-deadline", "4")
+    popen = start(arguments)
+    wait_for(run_dir, popen, lambda record: isinstance(record.event, FaultInjected))
+    with data.open("r+b") as file:  # in place: the ranks have the file mapped
+        file.write(bytes(reversed(range(256))) * 400)
+    ended = finish(popen, run_dir)
+    assert ended.exit_code == 70, ended.explain()
+    [last] = [line for line in ended.output.splitlines() if line.startswith("nvrx-sre:")]
+    assert last.startswith("nvrx-sre: exit 70: step 9 gave another loss when it was executed again"), ended.output
+    assert (ended.summary["exit_code"], ended.summary["loss_mismatches"]) == (70, 1)
+    [(_, diverged)] = ended.events(ReplayDiverged)
+    assert diverged.step == 9 and diverged.expected != diverged.actual
 
 
 def test_a_save_handed_over_survives_the_loss_of_every_rank(tmp_path: Path) -> None:
