@@ -23,6 +23,7 @@ from nvrx_sre.cli.torchrun_flags import TORCHRUN_FLAGS, TorchrunFlag, Treatment
 from nvrx_sre.core.errors import UsageError, UserError
 from nvrx_sre.core.ids import run_name_from
 from nvrx_sre.core.limits import Limits
+from nvrx_sre.telemetry.redact import Redactor
 
 _SECTIONS = {
     None: "Options",
@@ -86,9 +87,14 @@ def command(options: RunOptions, script: str, script_args: tuple[str, ...], **fl
         options,
         command=worker_command(script, script_args, is_module=flags["module"]),
         nproc=nproc,
-        config_items={"script": script, "arguments": shlex.join(script_args), "nproc": str(nproc)},
+        config_items=identity(script, script_args, nproc),
     )
     return run_and_report(config, num_steps=None, notices=options.notices)
+
+
+def identity(script: str, script_args: tuple[str, ...], nproc: int) -> dict[str, str]:
+    """What makes it this run and no other. It is kept on disk and shown, so secrets in the arguments are masked."""
+    return {"script": script, "arguments": shlex.join(Redactor().argv(script_args)), "nproc": str(nproc)}
 
 
 def refuse(flags: dict[str, Any]) -> None:

@@ -108,6 +108,13 @@ def test_what_follows_the_script_belongs_to_it(monkeypatch: pytest.MonkeyPatch, 
     assert seen[0].nproc == 2 and seen[0].keep == 3
 
 
+def test_the_identity_of_a_run_holds_no_secret() -> None:
+    """Arguments lie in run.json and are shown when they differ: a secret among them is masked, the rest is kept."""
+    items = launch.identity("train.py", ("--api-token", "s3cr3t-value", "--lr=0.1"), 2)
+    assert "s3cr3t" not in items["arguments"]
+    assert items["arguments"].startswith("--api-token ") and items["arguments"].endswith(" --lr=0.1")
+
+
 def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """torchrun takes its flags from PET_ variables as well; an argument beats them."""
     script = tmp_path / "train.py"
