@@ -24,8 +24,8 @@ from nvrx_sre.launcher.hot import HotSlots
 from nvrx_sre.launcher.restorable import Restorables
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.store import StoreHost
+from nvrx_sre.policy.classify import SPAWN_FAILED_EXIT
 
-SPAWN_FAILED_CODE = 127
 GROUP_TIMEOUT_S = 600.0
 """The group's own timeout; recovery does not wait for it, it only bounds a run without a launcher."""
 
@@ -53,7 +53,6 @@ class Effects:
         self._generation = 0
         self._store = StoreHost()
         self._rank_of: dict[int, int] = {}
-        self.killed: set[int] = set()
         self.restorables = Restorables(
             config.run, directory.path, self.slots, lambda event: emit(event, self._generation, None)
         )
@@ -115,7 +114,7 @@ class Effects:
         self._put(
             c.Exited(
                 child=command.child,
-                exit_code=SPAWN_FAILED_CODE,
+                exit_code=SPAWN_FAILED_EXIT,
                 signal=None,
                 exited_ns=self._clock.monotonic_ns(),
                 oom=False,
