@@ -3,6 +3,7 @@
     nvrx.run          trace of the run, from the first record to a terminal exit
       nvrx.generation       one formation of the group; an error if a fault ended it
       nvrx.save             one durable save: nvrx.seal, nvrx.write, nvrx.commit, nvrx.verify
+      nvrx.reject           the moment at which a checkpoint was found unusable; in an incident, a part of that
     nvrx.incident     a trace of its own, linked to the generation that failed
       nvrx.detect, nvrx.teardown, nvrx.rendezvous, nvrx.restore, nvrx.first_step   once an attempt
 
@@ -139,6 +140,7 @@ class SpanFold:
             schema.SaveCommitted: self._on_save_committed,
             schema.SaveVerified: self._on_save_verified,
             schema.SaveFailed: self._on_save_failed,
+            schema.CheckpointRejected: self._on_checkpoint_rejected,
             schema.RunFinished: self._on_run_finished,
             schema.LauncherStopped: self._on_launcher_stopped,
         }
@@ -315,6 +317,13 @@ class SpanFold:
 
     def _on_save_failed(self, record: Record, event: schema.SaveFailed) -> list[FinishedSpan]:
         return self._end_save(event.step, record.time_ns, str(event.reason))
+
+    def _on_checkpoint_rejected(self, record: Record, event: schema.CheckpointRejected) -> list[FinishedSpan]:
+        """A moment, and a span of its own: it belongs to the recovery in hand, or to the start of the run."""
+        parent = self._incident or self._run
+        key = ("reject", record.epoch, record.seq)
+        rejected = self._open("nvrx.reject", parent, record.time_ns, key, step=event.step, tier=str(event.tier))
+        return [rejected.finish(record.time_ns, str(event.reason))]
 
     def _end_save(self, step: int, end_ns: int, error_type: str | None) -> list[FinishedSpan]:
         if step not in self._saves:

@@ -266,4 +266,6 @@ def test_c03_c05_a_damaged_newest_checkpoint_falls_back(copied: Path, damage: st
     [(_, rejected)] = again.events(CheckpointRejected)
     assert rejected.reason == ("no_commit_marker" if damage == "no_manifest" else "size")
     assert (damage == "no_manifest") == (rejected.moved_to == "")
+    [span] = [span for span in again.spans if span["name"] == "nvrx.reject"]
+    assert span["attributes"]["error.type"] == rejected.reason
     assert not again.events(FaultDetected), "a fallback uses up no restart"

@@ -119,6 +119,16 @@ def test_a_failed_save_is_an_error_with_its_reason() -> None:
     assert save.attributes["error.type"] == "writer_died"
 
 
+def test_c03_a_rejected_checkpoint_is_one_moment_of_its_incident() -> None:
+    """Step and bounded reason, no message; once."""
+    spans = spans_of(fallback_story().records)
+    (incident,) = named(spans, "nvrx.incident")
+    (rejected,) = named(spans, "nvrx.reject")
+    assert rejected.parent_span_id == incident.span_id
+    assert (rejected.start_ns, rejected.end_ns) == (ns(30.0), ns(30.0))
+    assert (rejected.attributes["nvrx.step"], rejected.attributes["error.type"]) == (20, "size")
+
+
 def test_spans_of_a_killed_launcher_are_closed_by_the_next_one() -> None:
     """What it left open ends with its last record; the run goes on."""
     spans = spans_of(lost_launcher_story().records)
