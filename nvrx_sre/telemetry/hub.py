@@ -33,7 +33,7 @@ from nvrx_sre.telemetry.endpoint import MetricsServer
 from nvrx_sre.telemetry.logs import EventLog
 from nvrx_sre.telemetry.metrics import MetricsFold, MetricSources
 from nvrx_sre.telemetry.otlp import OtlpSink
-from nvrx_sre.telemetry.redact import Redactor
+from nvrx_sre.telemetry.redact import Redactor, blanked
 from nvrx_sre.telemetry.spans import FinishedSpan, SpanFile, SpanFold
 
 SCRAPE_SYNC_S = 2.0
@@ -77,6 +77,8 @@ class Telemetry:
         self._ready = False
         self._turned_ns = self.clock.monotonic_ns()
         self._pending: list[FollowUp] = []
+        self.channel_losses = (0, 0)
+        """(messages that found no room, packets that were no message); set by the launcher's loop."""
         self._log: EventLog | None = None
         self.redactor = Redactor.from_environment(config.environment)
         self.boundary = Boundary(self.clock, self._note)
@@ -152,7 +154,7 @@ class Telemetry:
 
         Never raises, never waits for a disk, a terminal or a collector.
         """
-        record = self.boundary.call(Component.FOLD, self.redactor.record, record) or record
+        record = self.boundary.call(Component.FOLD, self.redactor.record, record) or blanked(record)
         self.boundary.call(Component.JOURNAL, self.journal.append, record)
         pending, self._pending = self._pending, []
         follow_ups = pending + self._fold(record)
@@ -198,12 +200,14 @@ class Telemetry:
         """Items dropped by component, the journal's included."""
         counts = self.boundary.num_dropped()
         counts[Component.JOURNAL] += self.journal.num_dropped
+        counts[Component.CHANNEL] += self.channel_losses[0]
         return counts
 
     def num_errors(self) -> dict[Component, int]:
         """Failures swallowed by component, the journal's included."""
         counts = self.boundary.num_errors()
         counts[Component.JOURNAL] += self.journal.num_errors
+        counts[Component.CHANNEL] += self.channel_losses[1]
         return counts
 
     # --- inside -------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ class SeriesFold:
             self.values.observe(catalog.OUTAGE_SECONDS, event.outage_s, event.trace_id, record.time_ns, (event.layer,))
         if event.verdict in (Verdict.RECOVERED, Verdict.FLAPPING):
             self.values.observe(catalog.ROLLBACK_STEPS, event.rollback_steps, event.trace_id, record.time_ns)
-            self._reset_budgets(keep=(Cap.DEVICE,))
+            self._reset_budgets(keep=(Cap.WINDOW,))
 
     def _reset_budgets(self, keep: tuple[Cap, ...] = ()) -> None:
         """Attempts with progress do not count; an operator's reset clears every cap."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvrx_sre.events.schema import RunFinished
-from nvrx_sre.telemetry.redact import MASK, Redactor
+from nvrx_sre.events.schema import Record, RunFinished, SaveFailed, SaveFailure, Tier
+from nvrx_sre.telemetry.redact import MASK, Redactor, blanked
 from tests.stories import exception_story
 
 
@@ -80,3 +82,10 @@ def test_any_text_can_be_redacted_twice_with_one_result(text: str) -> None:
     """Never fails, and masking the masked changes nothing more."""
     once = Redactor().text(text)
     assert Redactor().text(once) == once
+
+
+def test_what_cannot_be_redacted_loses_its_text() -> None:
+    """A failing redactor must not let a secret through: free text goes, closed sets and numbers stay."""
+    event = SaveFailed(step=3, tier=Tier.DURABLE, reason=SaveFailure.STORAGE, message="token=hunter2")
+    record = Record(run="r", epoch=1, generation=2, rank=None, seq=3, time_ns=4, event=event)
+    assert blanked(record) == dataclasses.replace(record, event=dataclasses.replace(event, message=""))
