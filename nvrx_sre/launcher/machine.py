@@ -369,8 +369,8 @@ class Machine:
             hang = self._progress.judge(now_ns)
             if hang is None:
                 return
-            root = hang.root
-            was_kept = root is not None and root.number in self._recovery.kept_children
+            suspects = self._roster.seated() if hang.root is None else [hang.root]
+            was_kept = any(child.number in self._recovery.kept_children for child in suspects)
             fault = self._faults.on_hang(hang, was_kept)
         if fault is not None:
             self._fault(fault, now_ns)

@@ -97,7 +97,8 @@ class Faults:
         """No progress. `was_kept`: the root came into this generation through an in-process restart.
 
         A root that is silent cannot be interrupted, and one that hangs before the first commit after an
-        in-process restart was not cured by it: both go to layer worker.
+        in-process restart was not cured by it: both go to layer worker. Where the root is unknown, each rank
+        may be it, and `was_kept` speaks of any.
         """
         at = hang.root or hang.child
         lift = hang.is_root_silent or (was_kept and self._commits.num_committed == 0)

@@ -80,7 +80,7 @@ def classify_exit(exit_code: int | None, signal: int | None, oom: bool, before_f
     if exit_code == SPAWN_FAILED_EXIT:
         return FaultClass.STARTUP
     if before_first_step:
-        # Usage errors, and a script that ends in order without ever calling the training function.
+        # Usage errors, a script that cannot be imported, one that ends without calling the training function.
         return FaultClass.USER_ERROR if exit_code in (ExitCode.FINISHED, ExitCode.USAGE) else FaultClass.STARTUP
     # An orderly exit in mid-training is nobody's exception; any other code is an error nobody caught.
     return FaultClass.EXCEPTION if exit_code else FaultClass.OTHER

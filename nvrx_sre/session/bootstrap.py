@@ -84,6 +84,9 @@ def main(arguments: list[str]) -> int:
     except NvrxError as error:
         print(f"nvrx-sre: {error}", file=sys.stderr)
         return error.exit_code
+    except (SyntaxError, ImportError):  # before the first step a user's error, which no restart can cure
+        traceback.print_exc()
+        return ExitCode.USAGE
     except BaseException:  # the boundary of the user's code outside the decorated function
         traceback.print_exc()
         return 1

@@ -322,6 +322,24 @@ def test_hang_before_the_first_commit_after_an_in_process_restart_escalates() ->
     assert [item.child for item in driven.all(c.Kill)] == [2]
 
 
+def test_second_hang_without_a_root_replaces_every_rank() -> None:
+    """A lock that a dead frame holds: nobody is provably behind, and the in-process restart did not help."""
+    driven = begun()
+    driven.raise_in(1, 2)
+    driven.leave_generation(0, 1)
+    driven.restore(1, "hot")
+    driven.forget()
+    for _ in range(int(LIMITS.first_step_s) + 10):
+        driven.wait(1.0)
+        if faults(driven):
+            break
+        for rank in range(2):
+            alive(driven, rank, progress=9)
+    assert faults(driven) == [(None, FaultClass.HANG)]
+    assert [item.layer for item in driven.events(schema.RestartDecided)] == [Layer.WORKER]
+    assert {item.child for item in driven.all(c.Kill)} == {1, 2}
+
+
 def test_node_kill_loses_everything_but_the_disk() -> None:
     """Every process and slot goes; the next generation may not use the hot tier, the one after may."""
     driven = begun()
