@@ -4,8 +4,8 @@
                                                        |-> Emit -> Record -> history, telemetry, sinks
 
 Order matters and is fixed: a child's packets are drained before its death is told; all sockets are drained
-before a deadline is judged; a record reaches history and telemetry before the next input. The loop never
-blocks on disk or network of telemetry.
+before a deadline is judged or a fault is told, so that every step reported by then counts; a record reaches
+history and telemetry before the next input. The loop never blocks on disk or network of telemetry.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import selectors
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nvrx_sre.core.clock import Clock, seconds, to_ns
@@ -35,6 +35,27 @@ HOUSEKEEPING_S = 0.5
 
 DEGRADED_INTERVAL_S = 60.0
 """Shortest time between two records of telemetry's own losses (failure case C52: at most one a minute)."""
+
+
+def is_fault(item: c.Input) -> bool:
+    """The input ends a generation: what is told of it afterwards no longer counts."""
+    return isinstance(item, c.Exited) or (
+        isinstance(item, c.FromChild) and isinstance(item.message, wire.Fault | wire.NodeKill)
+    )
+
+
+def faults_last(inputs: Iterable[c.Input]) -> list[c.Input]:
+    """The same inputs with faults, and what the same child sent after them, at the end; else in their order."""
+    first: list[c.Input] = []
+    last: list[c.Input] = []
+    faulty: set[int] = set()
+    for item in inputs:
+        if isinstance(item, c.Exited | c.FromChild) and (is_fault(item) or item.child in faulty):
+            faulty.add(item.child)
+            last.append(item)
+        else:
+            first.append(item)
+    return first + last
 
 
 class Recorder:
@@ -147,11 +168,13 @@ class Shell:
             self._handle_ready(key.data)
         if overslept_s > self._config.limits.deadlines.loop_stall_s:
             self._inputs.append(c.Stalled(seconds=overslept_s))
+        self._put_faults_last()
         self._flush_inputs()
         self._housekeeping()
         deadline_ns = self._machine.next_deadline_ns()
         if deadline_ns is not None and self._clock.monotonic_ns() >= deadline_ns:
             self._drain_all()
+            self._put_faults_last()
             self._flush_inputs()
             self._feed(c.Tick())
         self.loop_turned()
@@ -166,6 +189,14 @@ class Shell:
     def _flush_inputs(self) -> None:
         while self._inputs and self.effects.stop is None:
             self._feed(self._inputs.popleft())
+
+    def _put_faults_last(self) -> None:
+        """A fault ends its generation: take in what the other ranks have sent by now before it is told."""
+        if any(map(is_fault, self._inputs)):
+            self._drain_all()
+            ordered = faults_last(self._inputs)
+            self._inputs.clear()
+            self._inputs.extend(ordered)
 
     def _feed(self, item: c.Input) -> None:
         self._apply(self._machine.handle(item, self._clock.monotonic_ns()))

@@ -1,0 +1,73 @@
+"""The order in which the launcher's loop hands one turn's inputs to the machine."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvrx_sre.events import channel as wire
+from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher.shell import faults_last, is_fault
+
+
+def _said(child: int, message: wire.Message) -> c.FromChild:
+    return c.FromChild(child=child, message=message)
+
+
+def _alive(child: int, progress: int) -> c.FromChild:
+    return _said(child, wire.Alive(generation=1, step=1, progress=progress, mono_ns=progress))
+
+
+def _fault(child: int) -> c.FromChild:
+    message = wire.Fault(
+        generation=1,
+        fault="exception",
+        communication=False,
+        exception_type="ValueError",
+        frame="train.py:1 main",
+        message="",
+        stack="",
+        step=1,
+        phase="step",
+        mono_ns=1,
+    )
+    return _said(child, message)
+
+
+def _death(child: int) -> c.Exited:
+    return c.Exited(child=child, exit_code=None, signal=9, exited_ns=1, oom=False, last_line="")
+
+
+def test_a_fault_waits_for_what_the_other_ranks_have_reported() -> None:
+    """One rank's queue is read before the other's: its fault must not make the other's steps stale."""
+    turn = [_alive(1, 1), _fault(1), _alive(1, 2), _alive(2, 1), _death(3), _alive(2, 2)]
+    assert faults_last(turn) == [_alive(1, 1), _alive(2, 1), _alive(2, 2), _fault(1), _alive(1, 2), _death(3)]
+
+
+def test_a_lost_node_and_a_death_are_faults_and_a_signal_is_none() -> None:
+    """What ends a generation is told last; nothing else is moved."""
+    lost = _said(1, wire.NodeKill(generation=1, mono_ns=1))
+    signal = c.SignalReceived(signal=15, by_person=False)
+    assert [is_fault(item) for item in (lost, _death(1), _fault(1), signal, _alive(1, 1))] == [True] * 3 + [False] * 2
+    assert faults_last([lost, signal]) == [signal, lost]
+
+
+_ANY = st.one_of(
+    st.builds(_alive, st.integers(1, 3), st.integers(0, 9)), st.builds(_fault, st.integers(1, 3)), st.just(c.Tick())
+)
+
+
+@given(st.lists(_ANY, max_size=20))
+def test_order_within_a_child_stays_and_nothing_is_lost(turn: list[c.Input]) -> None:
+    """A rank's own messages are never reordered."""
+    ordered = faults_last(turn)
+    for child in (1, 2, 3):
+        mine = [item for item in turn if isinstance(item, c.FromChild) and item.child == child]
+        assert [item for item in ordered if isinstance(item, c.FromChild) and item.child == child] == mine
+    assert len(ordered) == len(turn)
+    first_fault = min((place for place, item in enumerate(ordered) if is_fault(item)), default=math.inf)
+    innocent = {1, 2, 3} - {item.child for item in turn if isinstance(item, c.FromChild) and is_fault(item)}
+    for place, item in enumerate(ordered):
+        assert not (isinstance(item, c.FromChild) and item.child in innocent and place > first_fault)
