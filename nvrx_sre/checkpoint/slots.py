@@ -4,11 +4,14 @@
 
 The rank fills a slot (`begin`, copy, `seal`), the writer reads a sealed one, the launcher publishes what is
 sealed on every rank (`sealed_step`) and what the writer holds (`held_slot`). A header counts only when its
-state is sealed and its crc fits, so a process killed in mid-capture leaves an older slot as the newest.
+state is sealed and its crc fits, so a process killed in mid-capture leaves an older slot as the newest. A step
+that only some ranks captured is stranded: without `stranded` it would keep its slot, and ranks whose stranded
+steps differ would never again capture the same one.
 
-Process safety: one writer a word: the rank writes headers, data and blobs, the launcher the two control
+Process safety: one writer a word: the rank writes headers, data and blobs, the launcher the three control
 words (aligned 8-byte stores). The launcher holds a slot before it lets `sealed_step` pass that slot's step;
-`free_slot` never returns a slot that is held or at or above `sealed_step`, hence never one being read.
+`free_slot` never returns a slot that is held, or one at or above `sealed_step` that may still be sealed on
+every rank, hence never one being read.
 Thread safety: none. Must not: import torch, block, touch pages for the first time inside a step.
 """
 
@@ -40,6 +43,9 @@ _MADV_POPULATE_WRITE = 23
 _CONTROL = struct.Struct("<8sIIQQ")
 _SEALED_WORD = 32 // 8
 _HELD_WORD = 40 // 8
+_STRANDED_WORD = 48 // 8
+_STRANDED_STEP_BITS = 40
+"""Generation and step share a word, so that a reader never sees one without the other."""
 _HEADER = struct.Struct("<IIQQQQQ32s16s")
 _CRC = struct.Struct("<I")
 _FILLING, _SEALED = 1, 2
@@ -92,6 +98,7 @@ class SlotFile:
         _CONTROL.pack_into(slots._mapping, 0, MAGIC, VERSION, NUM_SLOTS, slots.data_bytes, slots.blob_bytes)
         slots.sealed_step = NONE
         slots.held_slot = NONE
+        slots.strand(0, 0)
         return slots
 
     @classmethod
@@ -142,6 +149,16 @@ class SlotFile:
     @held_slot.setter
     def held_slot(self, slot: int) -> None:
         self._words[_HELD_WORD] = slot
+
+    def strand(self, generation: int, step: int) -> None:
+        """No step of `generation` up to `step`, but for those sealed, will be common to all ranks. The launcher's."""
+        self._words[_STRANDED_WORD] = generation << _STRANDED_STEP_BITS | step
+
+    @property
+    def stranded(self) -> tuple[int, int]:
+        """(generation, step) of the last `strand`, (0, 0) at first."""
+        word = self._words[_STRANDED_WORD]
+        return word >> _STRANDED_STEP_BITS, word & ((1 << _STRANDED_STEP_BITS) - 1)
 
     def header(self, slot: int) -> SlotHeader | None:
         """Header of `slot` if it is sealed and its crc fits, else None. The digest is not checked here."""
@@ -210,8 +227,10 @@ class SlotFile:
         """A slot that may be overwritten (with `step`), or None. Prefers unsealed, then the oldest step.
 
         With `generation` and `restored_step`, slots that an older generation sealed above the restored step
-        belong to an abandoned line and are free as well.
+        belong to an abandoned line and are free as well; so are its own stranded steps.
         """
+        # Read in this order: the launcher publishes what is sealed before what is stranded above it.
+        stranded = self.stranded
         # A word from before a rollback must not free what lies below the step that is now being taken.
         sealed_step = self.sealed_step if step is None else min(self.sealed_step, step - 1)
         held_slot = self.held_slot
@@ -222,7 +241,11 @@ class SlotFile:
             header = self.header(slot)
             if header is None:
                 free.append((False, 0, slot))
-            elif header.step < sealed_step or _is_left_behind(header, generation, restored_step):
+            elif (
+                header.step < sealed_step
+                or _is_left_behind(header, generation, restored_step)
+                or (header.generation == generation == stranded[0] and sealed_step < header.step <= stranded[1])
+            ):
                 free.append((True, header.step, slot))
         return min(free)[2] if free else None
 

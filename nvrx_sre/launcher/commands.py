@@ -165,6 +165,14 @@ class PublishSealed(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StrandSlots(Command):
+    """`step` of `generation` was captured by some ranks and will not be by all: its slots may be overwritten."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StartSave(Command):
     """Hold the slots and tell the writer to write `step`. `captured_mono_ns` is the newest seal.
 

@@ -66,6 +66,7 @@ class Effects:
             c.GrantSlots: self._grant,
             c.DropSlots: lambda command: self.slots.drop(),
             c.PublishSealed: lambda command: self.slots.publish(command.step),
+            c.StrandSlots: lambda command: self.slots.strand(command.generation, command.step),
             c.StartSave: self._start_save,
             c.ReleaseSlots: lambda command: self.slots.release(),
             c.Fence: self._fence,

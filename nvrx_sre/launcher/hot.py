@@ -1,6 +1,6 @@
 """Hot slots of a node: created on a rank's request, published, held for the writer, lost with the node.
 
-The launcher owns the memfds; ranks and writer map them by descriptor. It is the only one that writes the two
+The launcher owns the memfds; ranks and writer map them by descriptor. It is the only one that writes the three
 control words: a slot is held *before* `sealed_step` passes its step, so a rank can never overwrite what the
 writer reads.
 """
@@ -49,6 +49,11 @@ class HotSlots:
         """`step` is sealed on every rank."""
         for file in self._files.values():
             file.sealed_step = step
+
+    def strand(self, generation: int, step: int) -> None:
+        """What ranks hold of `generation` between the newest sealed step and `step` will never be common to all."""
+        for file in self._files.values():
+            file.strand(generation, step)
 
     def hold(self, slots: Sequence[int]) -> None:
         """The writer reads `slots[rank]` from now on."""

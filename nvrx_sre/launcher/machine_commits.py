@@ -44,6 +44,8 @@ class Committed:
     sealed: Sealed | None
     is_durable_due: bool
     is_captured_partly: bool
+    is_stranded: bool
+    """Some ranks hold it in a slot and not all do, as far as is known."""
     mono_ns: int
 
 
@@ -211,6 +213,7 @@ class Commits:
             sealed=sealed,
             is_durable_due=any(report.durable for report in complete),
             is_captured_partly=sealed is None and len(complete) < len(reports),
+            is_stranded=sealed is None and any(report.slot >= 0 for report in complete),
             mono_ns=mono_ns,
         )
 

@@ -91,6 +91,8 @@ class Generation:
             self._saves.on_commit(committed, now_ns)
             if committed.sealed is not None:
                 self._job.publish_sealed(committed.step)
+            elif committed.is_stranded:
+                self._job.strand(committed.step)
 
     def on_finished(self, child: Child, message: Finished) -> None:
         """A rank's training function returned."""

@@ -2,7 +2,7 @@
 
 Pure state: no I/O, no clock. One `Job` a machine; its parts hold a reference to it and to nothing global.
 Invariants: `generation` only rises, by one at each opening; commands leave in the order they were added,
-except that a `PublishSealed` always leaves last (the slots of a save are held before they may be reused).
+except that `PublishSealed` and then `StrandSlots` leave last (the slots of a save are held before they may be reused).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 from nvrx_sre.core.ids import device_id
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.events.schema import Event
-from nvrx_sre.launcher.commands import Command, Emit, PublishSealed
+from nvrx_sre.launcher.commands import Command, Emit, PublishSealed, StrandSlots
 from nvrx_sre.policy.history import History
 
 
@@ -74,6 +74,7 @@ class Job:
     """Monotonic time at which `generation` was opened."""
     _commands: list[Command] = field(default_factory=list)
     _publish: int | None = None
+    _strand: int | None = None
 
     @property
     def pending(self) -> int:
@@ -109,7 +110,11 @@ class Job:
 
     def forget_sealed(self) -> None:
         """What was sealed no longer holds: nothing is published for it."""
-        self._publish = None
+        self._publish = self._strand = None
+
+    def strand(self, step: int) -> None:
+        """`step` was captured by some ranks only; leaves after what is sealed was published."""
+        self._strand = step
 
     def take(self) -> list[Command]:
         """The commands added since the last call."""
@@ -117,4 +122,7 @@ class Job:
         if self._publish is not None:
             commands.append(PublishSealed(step=self._publish))
             self._publish = None
+        if self._strand is not None:
+            commands.append(StrandSlots(generation=self.generation, step=self._strand))
+            self._strand = None
         return commands

@@ -104,6 +104,7 @@ class World:
             c.GrantSlots: lambda command: None,
             c.DropSlots: lambda command: self.storage.drop_slots(),
             c.PublishSealed: self._on_publish,
+            c.StrandSlots: self._on_strand,
             c.StartSave: self._on_start_save,
             c.ReleaseSlots: self._on_release,
             c.Fence: self._on_fence,
@@ -430,6 +431,10 @@ class World:
     def _on_publish(self, command: c.PublishSealed) -> None:
         for slots in self.storage.slots:
             slots.sealed_step = command.step
+
+    def _on_strand(self, command: c.StrandSlots) -> None:
+        for slots in self.storage.slots:
+            slots.stranded = (command.generation, command.step)
 
     def _on_start_save(self, command: c.StartSave) -> None:
         for slots, slot in zip(self.storage.slots, command.slots, strict=True):

@@ -23,21 +23,29 @@ class Content:
 
 @dataclass(kw_only=True)
 class Slots:
-    """Hot slots of one rank with the launcher's two control words."""
+    """Hot slots of one rank with the launcher's control words."""
 
     contents: list[Content | None] = field(default_factory=lambda: [None] * NUM_SLOTS)
     sealed_step: int = -1
     held_slot: int = -1
+    stranded: tuple[int, int] = (0, 0)
 
     def free_slot(self, generation: int, restored_step: int) -> int | None:
-        """Slot that may be overwritten: unsealed, older than what all have sealed, or of an abandoned line."""
+        """Slot that may be overwritten: unsealed, older than what all sealed, of an abandoned line, stranded."""
         free = []
         for slot, content in enumerate(self.contents):
             if slot == self.held_slot:
                 continue
             if content is None:
                 free.append((-1, slot))
-            elif content.step < self.sealed_step or (content.generation < generation and content.step > restored_step):
+            elif (
+                content.step < self.sealed_step
+                or (content.generation < generation and content.step > restored_step)
+                or (
+                    content.generation == generation == self.stranded[0]
+                    and self.sealed_step < content.step <= self.stranded[1]
+                )
+            ):
                 free.append((content.step, slot))
         return min(free)[1] if free else None
 

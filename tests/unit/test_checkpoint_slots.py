@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nvrx_sre.checkpoint import memory
-from nvrx_sre.checkpoint.slots import NUM_SLOTS, SlotFile, SlotHeader
+from nvrx_sre.checkpoint.slots import NUM_SLOTS, PAGE_BYTES, SlotFile, SlotHeader
 from nvrx_sre.core.errors import UserError
 
 
@@ -131,6 +131,21 @@ def test_free_slot_takes_an_abandoned_line_after_a_rollback(slots: SlotFile) -> 
     assert slots.free_slot(6, generation=2, restored_step=5) == 1
     seal(slots, 1, 6, generation=2)
     assert slots.free_slot(7, generation=2, restored_step=5) == 2
+
+
+def test_ranks_with_different_stranded_steps_capture_together_again() -> None:
+    """One slot held, one sealed everywhere, in the third another step each: both are free once they are stranded."""
+    ranks = [SlotFile.create(PAGE_BYTES, PAGE_BYTES) for _ in range(2)]
+    for slots, own_step in zip(ranks, (10, 11), strict=True):
+        for slot, step in enumerate((8, 9, own_step)):
+            seal(slots, slot, step, generation=1)
+        slots.held_slot, slots.sealed_step = 0, 9
+        assert slots.free_slot(12, generation=1, restored_step=0) is None
+        slots.strand(1, 11)
+        assert slots.stranded == (1, 11)
+        assert slots.free_slot(12, generation=1, restored_step=0) == 2
+        assert slots.free_slot(12, generation=2, restored_step=11) is None, "a stale word frees nothing"
+        slots.close()
 
 
 def test_stale_sealed_step_frees_nothing_below_the_step_taken(slots: SlotFile) -> None:

@@ -121,6 +121,14 @@ def test_step_without_a_slot_on_one_rank_is_not_sealed() -> None:
     driven.step(10, ranks=[1], durable=True, slot=-1)
     assert not driven.all(c.PublishSealed)
     assert [item.reason for item in driven.events(schema.SaveSkipped)] == ["no_free_slot"]
+    assert driven.all(c.StrandSlots) == [c.StrandSlots(generation=1, step=10)]
+
+
+def test_a_step_that_nobody_captures_strands_nothing() -> None:
+    """Steps between two hot captures."""
+    driven = begun()
+    driven.step(1, slot=-1)
+    assert not driven.all(c.StrandSlots)
 
 
 def test_busy_writer_skips_the_next_save() -> None:
