@@ -143,7 +143,8 @@ class Effects:
             fault_specs=self._config.fault_specs,
             group_timeout_s=GROUP_TIMEOUT_S,
         )
-        return child_environment(self._config.nproc) | settings.to_environment()
+        ranks = {} if command.rank is None else rank_environment(command.rank, self._config.nproc)
+        return child_environment(self._config.nproc) | ranks | settings.to_environment()
 
     def forget(self, number: int) -> None:
         """A child is dead and reaped."""
@@ -259,6 +260,17 @@ class Effects:
 def parent_environment() -> dict[str, str]:
     """The launcher's own environment: what children inherit, and whose secrets are masked in telemetry."""
     return dict(os.environ)
+
+
+def rank_environment(rank: int, world_size: int) -> dict[str, str]:
+    """What a script under torchrun reads of its rank; a worker keeps its rank, a standby has none yet."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+    }
 
 
 def child_environment(nproc: int) -> dict[str, str]:
