@@ -37,7 +37,9 @@ def resilient(function: Callable[Concatenate[Context, P], R]) -> Callable[P, R |
         process = current()
         if process is None:
             context: Any = UnmanagedContext()
-            return function(context, *args, **kwargs)
+            result = function(context, *args, **kwargs)
+            context.close()
+            return result
         if threading.current_thread() is not threading.main_thread():
             raise UserError("a resilient training function must be called from the main thread")
         _run_managed(process, _bind(function, args, kwargs))

@@ -34,6 +34,7 @@ class UnmanagedContext:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.step = 0
         self._results: dict[str, Any] = {}
+        self._formed_group = False
         if self.rank == 0:
             print("nvrx-sre: no launcher, so nothing is saved or recovered (use `nvrx-sre launch`)", file=sys.stderr)
 
@@ -57,6 +58,7 @@ class UnmanagedContext:
             dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
             dist.init_process_group(name, timeout=timeout)
+        self._formed_group = True
 
     def track(self, **objects: Any) -> None:
         """Nothing is saved without a launcher."""
@@ -95,6 +97,18 @@ class UnmanagedContext:
     def finish(self, **result: Any) -> None:
         """Remember the results."""
         self._results.update(result)
+
+    def close(self) -> None:
+        """The function has returned: end the group, whose threads may else abort the process when it exits.
+
+        Not after an error: a peer that is gone would be waited for.
+        """
+        if not self._formed_group:
+            return
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     @property
     def result(self) -> dict[str, Any]:

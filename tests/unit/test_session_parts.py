@@ -83,3 +83,19 @@ def test_without_a_launcher_the_function_runs_once(monkeypatch: pytest.MonkeyPat
         return ctx.step
 
     assert train(3) == 3
+
+
+def test_without_a_launcher_the_group_ends_with_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is left to the interpreter's exit can abort the process (`terminate called`)."""
+    import torch.distributed as dist
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+    @nvrx_sre.resilient
+    def train(ctx: nvrx_sre.Context) -> bool:
+        ctx.init_process_group("gloo")
+        return dist.is_initialized()
+
+    assert train()
+    assert not dist.is_initialized()
