@@ -6,6 +6,7 @@ the machine or an event, never an exception in the loop. Main thread only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core import errors
 from nvrx_sre.core.clock import Clock
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Event, Role, SaveFailed, SaveFailure, Tier
+from nvrx_sre.events.schema import Event, FaultClass, Phase, Role
 from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import process
@@ -43,12 +44,14 @@ class Effects:
         self.slots = HotSlots(config.run)
         self.stop: c.Stop | None = None
         self.commits_ever = False
+        self.num_unsent = 0
         self.passes: dict[str, int] = {}
+        self.await_decision: Callable[[], object] = lambda: None
+        """Waits, bounded, until the decision that led to a generation is on disk."""
         self._config = config
         self._directory = directory
         self._clock = clock
         self._epoch = epoch
-        self._emit = emit
         self._put = put
         self._generation = 0
         self._store = StoreHost()
@@ -95,7 +98,7 @@ class Effects:
         child = self.children.get(number)
         if child is not None:
             # A full socket belongs to a child that does not read: its death or deadline follows anyway.
-            child.channel.send_nowait(message, descriptors)
+            self.num_unsent += not child.channel.send_nowait(message, descriptors)
 
     def _spawn(self, command: c.Spawn) -> None:
         name = command.role if command.rank is None else f"rank-{command.rank:05d}"
@@ -153,7 +156,9 @@ class Effects:
         self._record_children()
 
     def _record_children(self) -> None:
-        self._directory.record_children({child.pid: child.start_ticks for child in self.children.values()})
+        # The record serves the cleaning up after a killed launcher; a full disk must not end a healthy run.
+        with contextlib.suppress(errors.StorageError):
+            self._directory.record_children({child.pid: child.start_ticks for child in self.children.values()})
 
     def _assign(self, command: c.AssignRank) -> None:
         self._rank_of[command.child] = command.rank
@@ -173,13 +178,18 @@ class Effects:
 
     def _open_generation(self, command: c.OpenGeneration) -> None:
         self._generation = command.generation
-        candidates = self.restorables.find(
-            command.world_size,
-            checkpoints_back=command.checkpoints_back,
-            hot_allowed=command.hot_allowed,
-            commits_ever=self.commits_ever,
-        )
-        port = self._store.open()
+        self.await_decision()
+        try:
+            candidates = self.restorables.find(
+                command.world_size,
+                checkpoints_back=command.checkpoints_back,
+                hot_allowed=command.hot_allowed,
+                commits_ever=self.commits_ever,
+            )
+            port = self._store.open()
+        except (OSError, errors.StorageError) as error:
+            self._report_fault(command.children[0], FaultClass.STORAGE, error)
+            return
         for child in command.children:
             self._send(
                 child,
@@ -209,7 +219,7 @@ class Effects:
         try:
             slots = self.slots.grant(command.rank, command.data_bytes, command.blob_bytes)
         except (errors.UserError, errors.StorageError) as error:
-            self.stop = c.Stop(exit_code=error.exit_code, reason=str(error), result={})
+            self._report_fault(command.child, FaultClass.SHM_EXHAUSTED, error)
             return
         granted = wire.SlotsGranted(data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
         self._send(command.child, granted, (slots.fd,))
@@ -249,9 +259,29 @@ class Effects:
         try:
             discover.add_fence(self._directory.path, command.generation, command.step)
         except errors.StorageError as error:
-            failure = SaveFailed(step=command.step, tier=Tier.DURABLE, reason=SaveFailure.STORAGE, message=str(error))
-            self._emit(failure, command.generation, None)
+            # Without the fence an abandoned line could come back after a restart of the launcher.
+            self._report_fault(next(iter(self._rank_of)), FaultClass.STORAGE, error)
         self.slots.publish(command.step)
+
+    def _report_fault(self, child: int, fault: FaultClass, error: Exception) -> None:
+        """What went wrong on the launcher's side of a generation is a fault of that generation, for the policy."""
+        self._put(
+            c.FromChild(
+                child=child,
+                message=wire.Fault(
+                    generation=self._generation,
+                    fault=fault,
+                    communication=False,
+                    exception_type=type(error).__name__,
+                    frame="",
+                    message=str(error)[:500],
+                    stack="",
+                    step=0,
+                    phase=Phase.LOAD,
+                    mono_ns=self._clock.monotonic_ns(),
+                ),
+            )
+        )
 
     def _stop(self, command: c.Stop) -> None:
         self.stop = command

@@ -18,7 +18,7 @@ from typing import Any
 
 from nvrx_sre.core.clock import Clock, seconds, to_ns
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Event, FaultInjected, Record, Role, SaveCommitted, TelemetryDegraded
+from nvrx_sre.events.schema import Event, FaultInjected, Record, RestartDecided, Role, SaveCommitted, TelemetryDegraded
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.effects import Effects
@@ -33,6 +33,8 @@ from nvrx_sre.telemetry.hub import Telemetry
 HOUSEKEEPING_S = 0.5
 """Longest sleep of the loop: halt requests are seen within a second, the loop's own heartbeat stays fresh."""
 
+DECISION_SYNC_S = 0.5
+"""Longest wait of a restart for its decision's place on disk (DESIGN section 7)."""
 DEGRADED_INTERVAL_S = 60.0
 """Shortest time between two records of telemetry's own losses (failure case C52: at most one a minute)."""
 
@@ -72,6 +74,7 @@ class Recorder:
         self._seq = 0
         self._next_degraded_ns = 0
         self._degraded: dict[str, tuple[int, int]] = {}
+        self._decision_is_new = False
 
     def replay(self, records: Sequence[Record]) -> None:
         """Learn from the journal of earlier epochs."""
@@ -98,6 +101,19 @@ class Recorder:
             self._note(item)
             pending.extend(self._telemetry.record(record))
 
+    def await_decision(self) -> None:
+        """Wait until the newest restart decision is on disk, so that no lost launcher refills a budget.
+
+        Bounded; a journal that fails is counted and noted by telemetry, and the restart goes on.
+        """
+        if self._decision_is_new:
+            self._decision_is_new = False
+            self._telemetry.sync(DECISION_SYNC_S)
+
+    def note_channel(self, num_unsent: int, num_bad: int) -> None:
+        """Messages to children that found no room, and packets of theirs that were none."""
+        self._telemetry.channel_losses = (num_unsent, num_bad)
+
     def note_degradation(self, generation: int) -> None:
         """Record what telemetry dropped or failed at since the last time; at most once a minute."""
         now_ns = self._clock.monotonic_ns()
@@ -117,6 +133,8 @@ class Recorder:
             self.passes[event.spec] = max(self.passes.get(event.spec, 0), event.passes)
         elif isinstance(event, SaveCommitted):
             self.commits_ever = True
+        elif isinstance(event, RestartDecided):
+            self._decision_is_new = True
 
 
 class Shell:
@@ -138,9 +156,11 @@ class Shell:
         self._registered: set[int] = set()
         self._halt_told = False
         self._next_housekeeping_ns = 0
+        self._num_bad_packets = 0
         self._injected_oom: set[int] = set()
         self.effects = Effects(config, directory, clock, epoch, recorder.emit, self._inputs.append)
         self.effects.passes = recorder.passes
+        self.effects.await_decision = recorder.await_decision
         self._selector.register(self._signals, selectors.EVENT_READ, None)
 
     def run(self) -> c.Stop:
@@ -245,7 +265,8 @@ class Shell:
             except BlockingIOError:
                 return
             except ValueError:
-                continue  # a packet that is no message: the child's own doing, its deadlines judge it
+                self._num_bad_packets += 1  # the child's own doing, its deadlines judge it
+                continue
             if received is None:
                 if child.channel.fileno() in self._selector.get_map():
                     self._selector.unregister(child.channel)
@@ -282,6 +303,7 @@ class Shell:
         if now_ns < self._next_housekeeping_ns:
             return
         self._next_housekeeping_ns = now_ns + to_ns(HOUSEKEEPING_S)
+        self._recorder.note_channel(self.effects.num_unsent, self._num_bad_packets)
         self._recorder.note_degradation(self._machine.generation)
         if not self._halt_told and self._directory.halt.exists():
             self._halt_told = True
