@@ -18,6 +18,9 @@ from nvrx_sre.faults.plan import FaultPlan
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.rundir import RunDirectory
 
+FINISHED = "finished"
+"""Reason of a run that ended with nothing more to say."""
+
 Sink = Callable[[Record], None]
 
 
@@ -48,6 +51,6 @@ def run_and_report(
     if reporter.num_dropped:
         console.print(f"{reporter.num_dropped} records were not shown here; the journal has them")
     print_summary(ended.summary, config.run_dir, metrics_url=ended.metrics_url, num_steps=num_steps, console=console)
-    if ended.exit_code != ExitCode.FINISHED:
+    if ended.exit_code != ExitCode.FINISHED or ended.reason != FINISHED:
         click.echo(f"nvrx-sre: exit {ended.exit_code}: {ended.reason}", err=True)
     return ended.exit_code

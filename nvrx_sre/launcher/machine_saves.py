@@ -91,19 +91,14 @@ class Saves:
         else:
             self._skip(sealed.step, SkipReason.WRITER_BUSY)
 
-    def flush(self, sealed: Sealed | None, now_ns: int) -> int:
-        """Save the newest sealed step before the end, now or when the writer is free.
-
-        Returns the step that will be the newest durable one if all goes well, -1 if there is none.
-        """
+    def flush(self, sealed: Sealed | None, now_ns: int) -> None:
+        """Save the newest sealed step before the end, now or when the writer is free, unless it is saved already."""
         in_flight = -1 if self._held is None or self._held.is_abandoned else self._held.sealed.step
-        newest = max(self.committed_step, in_flight)
-        if sealed is None or sealed.step <= newest:
-            return newest
+        if sealed is None or sealed.step <= max(self.committed_step, in_flight):
+            return
         self._emit_sealed(sealed)
         self._flush = sealed
         self.poll(now_ns)
-        return sealed.step
 
     def poll(self, now_ns: int) -> None:
         """Hand over what waits, if a writer is parked."""

@@ -36,6 +36,7 @@ class Shutdown:
         self._result: dict[str, Any] = {}
         self._drain_until_ns = 0
         self._give_up_ns: int | None = None
+        self._is_draining = False
 
     def finish(self, result: dict[str, Any], now_ns: int) -> None:
         """Training is done: the last step is saved if it is not yet, ranks stay until that is verified."""
@@ -54,8 +55,8 @@ class Shutdown:
         """Preempted or halted: ranks go at once, the newest sealed step is saved."""
         self._begin(exit_code, reason, PREEMPTION_DRAIN_S, now_ns)
         self._leave_all(now_ns)
-        step = self._saves.flush(self._commits.sealed, now_ns)
-        self._reason = f"{reason}; " + (f"durable up to step {step}" if step >= 0 else "nothing to save")
+        self._saves.flush(self._commits.sealed, now_ns)
+        self._is_draining = True
         self.poll(now_ns)
 
     def hurry(self, now_ns: int) -> None:
@@ -113,8 +114,18 @@ class Shutdown:
             is_waiting = child.state in (ChildState.FINISHED, ChildState.PARKED, ChildState.READY)
             self._roster.leave(child, deadlines.teardown_s if is_waiting else deadlines.interrupt_grace_s, now_ns)
 
+    def _what_is_durable(self) -> str:
+        """What the end of a run says about its saves: what really committed, not what was hoped for."""
+        step = self._saves.committed_step
+        known = f"durable up to step {step}" if step >= 0 else "nothing is durable"
+        if self._is_draining:
+            return f"; {known}"
+        is_lost = self._exit_code == 0 and step < self._commits.high_water
+        return f"; the last step is not saved, {known}" if is_lost else ""
+
     def _end(self) -> None:
         self._job.stage = Stage.STOPPED
+        self._reason += self._what_is_durable()
         self._job.emit(
             RunFinished(
                 exit_code=self._exit_code,

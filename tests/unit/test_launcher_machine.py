@@ -385,3 +385,19 @@ def test_stamps_are_wall_time() -> None:
         driven.start_child(spawn.child)
     entered = driven.events(schema.PhaseEntered)
     assert {item.entered_ns for item in entered} == {EPOCH_NS + 1_000_000_000}
+
+
+def test_a_finished_run_says_when_its_last_step_is_not_saved() -> None:
+    """Every save failed: the training is finished all the same, and the reason tells that nothing is durable."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    for rank in range(2):
+        driven.say(driven.child_of(rank), wire.Finished(generation=1, step=10, result={}, mono_ns=driven.now_ns))
+    failed = wire.WriterProgress(
+        step=10, stage="failed", directory="", size_bytes=0, seconds=0.0, reason="storage", message="disk full"
+    )
+    driven.say(3, failed)
+    for child in (1, 2, 3):
+        driven.kill(child, exit_code=0, signal=None)
+    (stop,) = driven.all(c.Stop)
+    assert (stop.exit_code, stop.reason) == (0, "finished; the last step is not saved, nothing is durable")
