@@ -34,7 +34,7 @@ DIGESTS = ("loss_digest", "samples_digest", "state_digest")
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Ended]:
     """(ranks, the run without faults)."""
     nproc = int(request.param)
-    ended = train(tmp_path_factory.mktemp("oracle") / "run", "--nproc", str(nproc))
+    ended = train(tmp_path_factory.mktemp("oracle") / "run", "--nproc", str(nproc), "--standbys", "0")
     assert ended.exit_code == 0, ended.explain()
     return nproc, ended
 
