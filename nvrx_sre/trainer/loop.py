@@ -151,7 +151,4 @@ def run(config: TrainerConfig) -> Results | None:
     """
     corpus = load_corpus(config.data)  # before the resilient call: a standby has it loaded when it is needed
     corpus.check_length(config.seq_len)
-    results = resilient(train)(config, corpus)
-    if results is not None:
-        dist.destroy_process_group()
-    return results
+    return resilient(train)(config, corpus)
