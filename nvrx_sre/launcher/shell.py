@@ -34,7 +34,7 @@ HOUSEKEEPING_S = 0.5
 """Longest sleep of the loop: halt requests are seen within a second, the loop's own heartbeat stays fresh."""
 
 DECISION_SYNC_S = 0.5
-"""Longest wait of a restart for its decision's place on disk (DESIGN section 7)."""
+"""Longest wait of a restart for its decision's place on disk."""
 DEGRADED_INTERVAL_S = 60.0
 """Shortest time between two records of telemetry's own losses (failure case C52: at most one a minute)."""
 
