@@ -44,11 +44,12 @@ class HotSaver:
     def at_boundary(self, step: int) -> Captured:
         """Capture `step` if it is due."""
         durable = self.is_durable_due(step)
-        self._save_requested = False
         hot_every = self._process.settings.hot_every
         if not durable and (hot_every == 0 or step % hot_every):
             return Captured(slot=-1, durable=False)
         slot = self._capture(step, durable)
+        # A due save that found no free slot is made up for at the next boundary.
+        self._save_requested = durable and slot < 0
         if slot < 0:
             self.num_skipped += 1
         else:

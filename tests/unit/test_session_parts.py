@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 import nvrx_sre
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
+from nvrx_sre.session.saving import Captured, HotSaver
 from nvrx_sre.session.times import StepTimes
 
 
@@ -99,3 +103,47 @@ def test_without_a_launcher_the_group_ends_with_the_function(monkeypatch: pytest
 
     assert train()
     assert not dist.is_initialized()
+
+
+class FullSlots:
+    """Slots of which none is free until told otherwise."""
+
+    def __init__(self) -> None:
+        self.free: int | None = None
+
+    def free_slot(self, step: int, *, generation: int, restored_step: int) -> int | None:
+        return self.free
+
+
+class OneTensor:
+    """Stands for a capturer; remembers the durable steps it captured."""
+
+    layout_hash = ""
+
+    def __init__(self) -> None:
+        self.durable: list[int] = []
+
+    def refresh(self) -> None:
+        """Nothing to look at."""
+
+    def required_bytes(self) -> tuple[int, int]:
+        return 0, 0
+
+    def capture(self, slots: object, slot: int, *, step: int, durable: bool, **_: object) -> None:
+        if durable:
+            self.durable.append(step)
+
+
+def test_a_due_save_without_a_free_slot_is_made_up_for() -> None:
+    """Step 50 finds no slot; the next boundary that finds one is saved durably, and only that one."""
+    slots, capturer = FullSlots(), OneTensor()
+    process: Any = SimpleNamespace(
+        settings=settings(), control=SimpleNamespace(clock=Ticks()), slots_for=lambda *_: slots
+    )
+    saver = HotSaver(process, cast(Any, capturer), generation=1, restored_step=0)
+    assert saver.at_boundary(50) == Captured(slot=-1, durable=True)
+    assert saver.at_boundary(51) == Captured(slot=-1, durable=True)
+    slots.free = 2
+    assert saver.at_boundary(52) == Captured(slot=2, durable=True)
+    assert saver.at_boundary(53) == Captured(slot=2, durable=False)
+    assert (capturer.durable, saver.num_skipped, saver.num_captured) == ([52], 2, 2)
