@@ -16,7 +16,7 @@ help: ## this list
 setup: ## create or refresh .venv/
 	@scripts/setup.sh
 
-demo: setup ## train with faults, about two minutes
+demo: setup ## train with faults, about a minute
 	@$(BIN)/nvrx-sre demo --run-dir $(RUN_DIR)
 
 check: setup ## the fast gates: lint, format, types, structure, generated files
