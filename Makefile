@@ -8,10 +8,10 @@ RUN_DIR ?= runs/demo
 FAULTS ?= 30
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo check test soak bench generate clean
+.PHONY: help setup demo check test test-slow soak bench generate clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
 
 setup: ## create or refresh .venv/
 	@scripts/setup.sh
@@ -26,9 +26,13 @@ check: setup ## the fast gates: lint, format, types, structure, generated files
 	@$(BIN)/python -m pytest tests/structure -q
 	@$(BIN)/nvrx-sre generate --check
 
-test: check ## everything: the fast gates, then all tests
+test: check ## the fast gates, then all tests but the slow ones
 	@scripts/test-tools.sh
-	@$(BIN)/python -m pytest -q --ignore=tests/structure $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -m "not slow" --ignore=tests/structure $(PYTEST_ARGS)
+
+test-slow: setup ## the slow tests: long runs of real processes
+	@scripts/test-tools.sh
+	@$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
 
 soak: setup ## all tests three times in different orders
 	@scripts/test-tools.sh
