@@ -14,180 +14,26 @@ Must not: read clocks, do I/O, hold a message text that a policy would need to p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
+from nvrx_sre.events.kinds import Action as Action
+from nvrx_sre.events.kinds import Cap as Cap
+from nvrx_sre.events.kinds import Detector as Detector
+from nvrx_sre.events.kinds import FaultClass as FaultClass
+from nvrx_sre.events.kinds import HaltReason as HaltReason
+from nvrx_sre.events.kinds import Layer as Layer
+from nvrx_sre.events.kinds import LedgerState as LedgerState
+from nvrx_sre.events.kinds import Phase as Phase
+from nvrx_sre.events.kinds import RejectReason as RejectReason
+from nvrx_sre.events.kinds import RestoredFrom as RestoredFrom
+from nvrx_sre.events.kinds import Role as Role
+from nvrx_sre.events.kinds import SaveFailure as SaveFailure
+from nvrx_sre.events.kinds import SkipReason as SkipReason
+from nvrx_sre.events.kinds import StepKind as StepKind
+from nvrx_sre.events.kinds import Tier as Tier
+from nvrx_sre.events.kinds import Verdict as Verdict
+
 SCHEMA_VERSION = 1
-
-
-class FaultClass(StrEnum):
-    """The `fault` label. Closed set."""
-
-    EXCEPTION = "exception"
-    HANG = "hang"
-    KILLED = "killed"
-    OOM_KILL = "oom_kill"
-    CUDA_OOM = "cuda_oom"
-    CUDA_ERROR = "cuda_error"
-    COLLECTIVE_ERROR = "collective_error"
-    NONFINITE = "nonfinite"
-    CHECKPOINT_CORRUPT = "checkpoint_corrupt"
-    STORAGE = "storage"
-    SHM_EXHAUSTED = "shm_exhausted"
-    STARTUP = "startup"
-    USER_ERROR = "user_error"
-    PREEMPTION = "preemption"
-    NODE_LOST = "node_lost"
-    OTHER = "other"
-
-
-class Layer(StrEnum):
-    """Where a recovery happens, lowest first."""
-
-    IN_PROCESS = "in_process"
-    WORKER = "worker"
-    JOB = "job"
-
-
-class Tier(StrEnum):
-    """Where a checkpoint lives."""
-
-    HOT = "hot"
-    DURABLE = "durable"
-
-
-class RestoredFrom(StrEnum):
-    """What a generation started from."""
-
-    HOT = "hot"
-    DURABLE = "durable"
-    FRESH = "fresh"
-
-
-class Phase(StrEnum):
-    """What a rank is doing, outside the split of a single step."""
-
-    INIT = "init"
-    RENDEZVOUS = "rendezvous"
-    REBUILD = "rebuild"
-    LOAD = "load"
-    FIRST_STEP = "first_step"
-    STEP = "step"
-    DATA = "data"
-    EVALUATE = "evaluate"
-    SAVE = "save"
-    FINALIZE = "finalize"
-    TEARDOWN = "teardown"
-
-
-class LedgerState(StrEnum):
-    """The job is in exactly one of these at any instant."""
-
-    NEW = "new"
-    REDO = "redo"
-    LOST_STEP = "lost_step"
-    CHECKPOINT_BLOCK = "checkpoint_block"
-    DATA = "data"
-    EVALUATE = "evaluate"
-    INIT = "init"
-    DETECT = "detect"
-    TEARDOWN = "teardown"
-    RENDEZVOUS = "rendezvous"
-    REBUILD = "rebuild"
-    LOAD = "load"
-    BACKOFF = "backoff"
-    DOWN = "down"
-    SUSPENDED = "suspended"
-    HALTED = "halted"
-    OTHER = "other"
-
-
-class Detector(StrEnum):
-    """What noticed a fault."""
-
-    EXCEPTION = "exception"
-    DEATH = "death"
-    DEADLINE = "deadline"
-    REPORT = "report"
-
-
-class Verdict(StrEnum):
-    """State of an incident."""
-
-    RECOVERING = "recovering"
-    RECOVERED = "recovered"
-    FLAPPING = "flapping"
-    CRASH_LOOP = "crash_loop"
-    EXHAUSTED = "exhausted"
-
-
-class RejectReason(StrEnum):
-    """Why a checkpoint was not used. Closed set; label of `nvrx_checkpoint_rejected_total`."""
-
-    NO_COMMIT_MARKER = "no_commit_marker"
-    MANIFEST = "manifest"
-    VERSION = "version"
-    OTHER_RUN = "other_run"
-    MISSING_FILE = "missing_file"
-    SIZE = "size"
-    CHECKSUM = "checksum"
-    LAYOUT = "layout"
-    DIGEST = "digest"
-    UNREADABLE = "unreadable"
-
-
-class SkipReason(StrEnum):
-    """Why a due save did not happen."""
-
-    WRITER_BUSY = "writer_busy"
-    NO_FREE_SLOT = "no_free_slot"
-    INCOMPLETE = "incomplete"
-
-
-class SaveFailure(StrEnum):
-    """Why a save that had started did not commit."""
-
-    STORAGE = "storage"
-    WRITER_DIED = "writer_died"
-    INTERRUPTED = "interrupted"
-    NONFINITE = "nonfinite"
-    VERIFY = "verify"
-    ABANDONED_LINE = "abandoned_line"
-
-
-class Cap(StrEnum):
-    """Retry caps; label of the budget metrics."""
-
-    SAME_FINGERPRINT = "same_fingerprint"
-    CONSECUTIVE = "consecutive"
-    WINDOW = "window"
-    DEVICE = "device"
-    STARTUP = "startup"
-    NONFINITE = "nonfinite"
-    UNKNOWN_PROGRESS = "unknown_progress"
-    STORAGE = "storage"
-
-
-class Action(StrEnum):
-    """What a decision does."""
-
-    RESTART = "restart"
-    STOP = "stop"
-
-
-class StepKind(StrEnum):
-    """`new` is above the high water mark, `redone` at or below it."""
-
-    NEW = "new"
-    REDONE = "redone"
-
-
-class Role(StrEnum):
-    """Kind of child process."""
-
-    WORKER = "worker"
-    STANDBY = "standby"
-    WRITER = "writer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +54,9 @@ class RunStarted(Event):
     limits: dict[str, float]
     resumed: bool
     fresh: bool
+    labels: dict[str, str] = field(default_factory=dict)
+    """What the run's owner calls it: `team`, `priority`."""
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +67,7 @@ class LauncherStarted(Event):
     pid: int
     start_ticks: int
     metrics_port: int
+    pod: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,11 +128,12 @@ class PhaseEntered(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationFormed(Event):
-    """All ranks of the record's generation have formed the process group."""
+    """All ranks of the record's generation have formed the process group. `devices[rank]`: `node/device`."""
 
     world_size: int
     go_ns: int
     pids: list[int]
+    devices: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -518,6 +369,34 @@ class CheckpointRejected(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointDeleted(Event):
+    """Retention deleted a durable checkpoint, off the critical path."""
+
+    step: int
+    directory: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotIntervalChosen(Event):
+    """Hot captures happen every `every_steps` steps from now on. A capture costs `cost_s`, a step takes `step_s`."""
+
+    every_steps: int
+    cost_s: float
+    step_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotSlotsAllocated(Event):
+    """Memory of the hot tier: `num_slots` a rank of `slot_bytes` each, `total_bytes` on the node."""
+
+    num_slots: int
+    slot_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplayDiverged(Event):
     """A re-executed step's loss differs from its first execution (hex of the float's bits)."""
 
@@ -552,9 +431,10 @@ class BudgetReset(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HaltRequested(Event):
-    """An operator or the brake asked the run to stop and stay stopped."""
+    """An operator or the brake (`by`) asked the run to stop and stay stopped."""
 
     reason: str
+    by: HaltReason = HaltReason.OPERATOR
 
 
 @dataclass(frozen=True, kw_only=True)
