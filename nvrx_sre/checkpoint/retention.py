@@ -46,7 +46,7 @@ def retain(run_dir: Path, run: str, keep: int) -> list[str]:
     for old in surplus(found.restorable, keep):
         newest = next(item for item in found.restorable if item.verified)
         manifest.verify(newest.path, deep=True, run=run)
-        _delete(old.path)
+        delete(old.path)
         deleted.append(old.directory)
     if deleted:
         present = {item.directory for item in [*found.restorable, *found.abandoned]} - set(deleted)
@@ -55,7 +55,11 @@ def retain(run_dir: Path, run: str, keep: int) -> list[str]:
     return deleted
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
+    """Remove a checkpoint: out of discovery in one rename, then its manifest, then its files.
+
+    Raises `StorageError`; what is left then is no candidate any more.
+    """
     retired = path.with_name(f"{discover.RETIRED_PREFIX}{path.name}")
     try:
         os.rename(path, retired)

@@ -118,6 +118,10 @@ class RunDirectory:
         """Highest epoch ever taken, 0 if none."""
         return discover.highest_epoch(self.path)
 
+    def live_launcher(self) -> int | None:
+        """Process of this host that holds the newest epoch and still runs, None if there is none."""
+        return self._live_holder(self.newest_epoch())
+
     def _epoch_path(self, number: int) -> Path:
         return self.epochs / f"{number:08d}.json"
 
