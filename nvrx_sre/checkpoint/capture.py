@@ -1,34 +1,72 @@
-"""A rank's state into a slot, synchronously, at a step boundary.
+"""A rank's state into a slot: part of it at the step boundary, the rest while the next step computes.
 
-    refresh()          what is there now: layout (cached while nothing new appeared) and the blob
-    required_bytes()   what a slot must hold for it
-    capture(...)       begin -> copy -> blob -> digest -> seal
+    refresh()    what is there now: layout (cached while nothing new appeared) and the blob
+    begin(...)   at the boundary: blob, buffers and everything that a step may change early -> `Filling`
+    Filling      copy()  parameters and state of the tracked optimizers, before any of them steps again
+                 seal()  digest and header, at any time after that
 
-The cost is the copy (memory bandwidth) and the digest (23 GB/s); sources and destinations are found once and
-kept. Optimizer state that comes into being later, or is replaced, gives a new layout by itself. A capture
-that is cut short leaves an unsealed slot, which nothing restores.
+Only tensors in host memory that a tracked optimizer alone changes are left to `copy`; tensors on a device are
+copied at the boundary as well. A frozen tensor is copied once a slot: only an equal digest of its bytes is
+proof that it did not change, since counters of versions are none (docs/adr/0012). A capture that is cut short
+leaves an unsealed slot, which nothing restores.
 
-Thread safety: main thread of the rank only. Must not: run a collective, change the state.
+Thread safety: `Capturer` in the main thread of the rank; a `Filling` in one thread at a time, beside it.
+Must not: run a collective, change the state.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from nvrx_sre.checkpoint import supported
 from nvrx_sre.checkpoint import tracked as tracking
-from nvrx_sre.checkpoint.layout import ItemKind, Layout, LayoutItem, from_json, pack
-from nvrx_sre.checkpoint.slots import NUM_SLOTS, SlotFile, SlotHeader
+from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem, from_json, pack
+from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.checkpoint.tracked import Source
 from nvrx_sre.core.errors import InternalError, UserError
 
 BLOB_BYTES_MIN = 64 * 1024
 """Smallest blob area. Small state grows (histories, positions), and new slots cost more than the room."""
+FROZEN_BYTES_MIN = 64 * 1024
+"""Smaller frozen tensors are copied each time: a copy costs less than looking."""
+
+
+@dataclass(kw_only=True)
+class Filling:
+    """A slot being filled. `copy`, then `seal`, once each; without both the slot holds nothing for anyone."""
+
+    slot_file: SlotFile
+    slot: int
+    header: SlotHeader
+    """Without its digest until the seal."""
+    views: list[torch.Tensor]
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    """Version counters at the boundary: one that moves is proof of a change, one that does not is none."""
+    is_whole: bool = False
+    """`copy` is done and nothing is known to have changed meanwhile."""
+
+    def copy(self) -> None:
+        """Copy what was left. Blocks for the copy, without the interpreter's lock."""
+        if self.tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self.views, self.tensors)
+        self.is_whole = self.versions == [tensor._version for tensor in self.tensors]
+        self.views, self.tensors = [], []
+
+    def seal(self) -> None:
+        """Publish the slot. Blocks for the digest, about 23 GB/s. Only after a whole `copy`."""
+        assert self.is_whole
+        digest = self.slot_file.digest(self.slot, self.header.data_bytes, self.header.blob_bytes)
+        self.slot_file.seal(self.slot, replace(self.header, digest=digest))
 
 
 class Capturer:
@@ -40,10 +78,13 @@ class Capturer:
         self._names: dict[torch.Tensor, str] = {}
         self._groups: dict[str, list[list[str]]] = {}
         self._sources: list[Source] = []
+        self._is_late: list[bool] = []
+        """Of each source: it is left to `Filling.copy`."""
         self._layout = Layout(())
         self._blob: bytes | None = None
         self._slot_file: SlotFile | None = None
-        self._views: list[list[torch.Tensor] | None] = [None] * NUM_SLOTS
+        self._views: dict[int, list[torch.Tensor]] = {}
+        self._frozen = _Frozen()
 
     @property
     def layout(self) -> Layout:
@@ -55,6 +96,11 @@ class Capturer:
         """Hash of the layout as of the last `refresh`."""
         return self._layout.hash
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The tracked optimizers: none may step between `begin` and the end of `Filling.copy`."""
+        return [optimizer for _, optimizer in tracking.optimizers(self._tracked)]
+
     def build_layout(self) -> Layout:
         """`refresh`, then the layout."""
         self.refresh()
@@ -62,7 +108,7 @@ class Capturer:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Look at the tracked objects as they are now: the next `capture` takes this small state.
+        """Look at the tracked objects as they are now: the next `begin` takes this small state.
 
         Raises `UserError` for state that cannot be saved.
         """
@@ -71,16 +117,19 @@ class Capturer:
             self._names = tracking.parameter_names(self._tracked)
         sources = list(self._fixed)
         scalars = {}
+        trained: set[int] = set()
         for name, optimizer in tracking.optimizers(self._tracked):
             if len(self._groups.get(name, ())) != len(optimizer.param_groups):
                 self._groups[name] = tracking.group_names(name, optimizer, self._names)
             found, scalars[name] = tracking.optimizer_sources(name, optimizer, self._names)
             sources += found
+            trained.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         state, big = tracking.small_state(self._tracked, self._groups, scalars)
         sources += big
         if not self._is_known(sources):
             self._set_layout(sources)
         self._sources = sources
+        self._is_late = [_is_late(source, trained) for source in sources]
         self._blob = f'{{"layout":{self._layout.json},"state":{json.dumps(state)}}}'.encode()
 
     def required_bytes(self) -> tuple[int, int]:
@@ -90,11 +139,21 @@ class Capturer:
             blob_bytes *= 2
         return self._layout.data_bytes, blob_bytes
 
-    @torch.no_grad()
     def capture(
         self, slot_file: SlotFile, slot_index: int, generation: int, step: int, durable: bool, now_mono_ns: int
     ) -> None:
-        """Fill and seal a slot with the state as it is now. Blocks for the copy.
+        """Fill and seal a slot with the state as it is now: `begin` and the rest of it at once."""
+        filling = self.begin(
+            slot_file, slot_index, generation=generation, step=step, durable=durable, now_mono_ns=now_mono_ns
+        )
+        filling.copy()
+        filling.seal()
+
+    @torch.no_grad()
+    def begin(
+        self, slot_file: SlotFile, slot_index: int, *, generation: int, step: int, durable: bool, now_mono_ns: int
+    ) -> Filling:
+        """Take everything that must be taken at the boundary. Blocks for that part of the copy.
 
         Refreshes first unless the caller just did. Raises `InternalError` if the slot is smaller than
         `required_bytes()`; the slot is then untouched.
@@ -111,7 +170,7 @@ class Capturer:
             )
         views = self._views_of(slot_file, slot_index)
         slot_file.begin(slot_index, generation, step, durable)
-        torch._foreach_copy_(views, [_local(source.tensor) for source in self._sources])
+        late = self._copy_now(slot_index, views)
         slot_file.blob(slot_index)[: len(blob)] = blob
         header = SlotHeader(
             generation=generation,
@@ -121,9 +180,32 @@ class Capturer:
             data_bytes=data_bytes,
             blob_bytes=len(blob),
             layout_hash=self._layout.hash,
-            digest=slot_file.digest(slot_index, data_bytes, len(blob)),
+            digest=bytes(16),
         )
-        slot_file.seal(slot_index, header)
+        tensors = [_local(self._sources[index].tensor) for index in late]
+        return Filling(
+            slot_file=slot_file,
+            slot=slot_index,
+            header=header,
+            views=[views[index] for index in late],
+            tensors=tensors,
+            versions=[tensor._version for tensor in tensors],
+        )
+
+    def _copy_now(self, slot_index: int, views: list[torch.Tensor]) -> list[int]:
+        """Copy what cannot wait; the indices of what can."""
+        late, now = [], []
+        for index, (source, is_late) in enumerate(zip(self._sources, self._is_late, strict=True)):
+            if is_late:
+                late.append(index)
+            elif not self._frozen.is_in_slot(source, index, slot_index):
+                now.append(index)
+        if now:
+            torch._foreach_copy_(
+                [views[index] for index in now], [_local(self._sources[index].tensor) for index in now]
+            )
+        self._frozen.copied(slot_index, now)
+        return late
 
     def _is_known(self, sources: list[Source]) -> bool:
         """True if no tensor appeared, vanished or changed its shape since the layout was made."""
@@ -132,22 +214,68 @@ class Capturer:
         return all(_same_item(new, old) for new, old in zip(sources, self._sources, strict=True))
 
     def _set_layout(self, sources: list[Source]) -> None:
+        supported.refuse(supported.problems(sources))
         layout = pack([layout_item(source) for source in sources])
         if len(layout.by_fqn) != len(layout.items):
             raise UserError("two tracked tensors have one name: choose other names in track()")
         if layout.hash != self._layout.hash:
-            self._views = [None] * NUM_SLOTS
+            self._forget_slots()
         self._layout = layout
+
+    def _forget_slots(self) -> None:
+        self._views = {}
+        self._frozen = _Frozen()
 
     def _views_of(self, slot_file: SlotFile, slot_index: int) -> list[torch.Tensor]:
         if slot_file is not self._slot_file:
             self._slot_file = slot_file
-            self._views = [None] * NUM_SLOTS
-        views = self._views[slot_index]
+            self._forget_slots()
+        views = self._views.get(slot_index)
         if views is None:
             views = list(slot_views(slot_file, slot_index, self._layout).values())
             self._views[slot_index] = views
         return views
+
+
+class _Frozen:
+    """Which slots hold a frozen tensor already.
+
+    A tensor that asks for no gradient may still change (an EMA copy does): its digest is compared at every
+    capture, and one that differs once is not looked at again.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[int, bytes] = {}
+        self._changing: set[int] = set()
+        self._held: dict[int, set[int]] = {}
+
+    def is_in_slot(self, source: Source, index: int, slot: int) -> bool:
+        """True if the slot holds these very bytes under this index."""
+        if index in self._changing or not _may_be_frozen(source):
+            return False
+        digest = xxhash.xxh3_128_digest(_local(source.tensor).reshape(-1).view(torch.uint8).numpy())
+        if self._digests.setdefault(index, digest) != digest:
+            self._changing.add(index)
+            return False
+        return index in self._held.get(slot, ())
+
+    def copied(self, slot: int, indices: list[int]) -> None:
+        """These were copied into the slot just now."""
+        self._held.setdefault(slot, set()).update(index for index in indices if index in self._digests)
+
+
+def _may_be_frozen(source: Source) -> bool:
+    if source.role is not ItemRole.PARAMETER or source.tensor.requires_grad:
+        return False
+    local = _local(source.tensor)
+    is_big = local.numel() * local.element_size() >= FROZEN_BYTES_MIN
+    return is_big and local.is_cpu and local.is_contiguous()
+
+
+def _is_late(source: Source, trained: set[int]) -> bool:
+    """True if only a step of a tracked optimizer changes the tensor, and the copy needs no device."""
+    is_trained = source.role is ItemRole.PARAMETER and id(source.tensor) in trained
+    return (is_trained or source.role is ItemRole.OPTIMIZER) and source.tensor.device.type == "cpu"
 
 
 def _same_item(new: Source, old: Source) -> bool:
@@ -161,14 +289,12 @@ def _same_item(new: Source, old: Source) -> bool:
 
 
 def layout_item(source: Source) -> LayoutItem:
-    """Layout item of a live tensor, not placed yet. Raises `UserError` for placements that cannot be saved."""
+    """Layout item of a live tensor, not placed yet. The tensor is one that `supported.problems` passes."""
     tensor = source.tensor
     local = _local(tensor)
     kind, offset = ItemKind.TENSOR, (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         kind = ItemKind.SHARD
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise UserError(f"{source.fqn} is a partial sum over ranks, which cannot be saved: reduce it first")
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         if tuple(shape) != tuple(local.shape):
             raise UserError(f"{source.fqn} has local shape {tuple(local.shape)} where its placement says {shape}")
@@ -183,6 +309,7 @@ def layout_item(source: Source) -> LayoutItem:
         offset_bytes=0,
         size_bytes=local.numel() * local.element_size(),
         requires_grad=tensor.requires_grad,
+        aliases=source.aliases,
     )
 
 

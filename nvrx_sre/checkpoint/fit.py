@@ -20,7 +20,8 @@ class Mismatch(Exception):
 
 def check_fit(tracked: Mapping[str, object], stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> None:
     """Raise `Mismatch` unless a load of `stored` and `state` into `tracked` would be complete and exact."""
-    known = {source.fqn: source.tensor for source in tracking.fixed_sources(tracked)}
+    sources = tracking.fixed_sources(tracked)
+    known = {source.fqn: source.tensor for source in sources}
     for key, tensor in known.items():
         if key not in stored:
             raise Mismatch(f"it holds no {key}")
@@ -30,11 +31,12 @@ def check_fit(tracked: Mapping[str, object], stored: Mapping[str, StoredTensor],
     _check_names("optimizers", (name for name, _ in tracking.optimizers(tracked)), state)
     _check_names("objects", (name for name, _ in tracking.objects(tracked)), state)
     _check_names("values", (name for name, _ in tracking.values(tracked)), state)
-    accounted = set(known) | set(encoding.big_names(state["optimizers"]))
-    accounted |= set(encoding.big_names(state["objects"])) | set(encoding.big_names(state["values"]))
+    _check_extra(tracked, state["extra"])
+    accounted = set(known) | set(encoding.big_names(state))
     accounted |= _check_optimizers(tracked, stored, state["optimizers"])
+    tied = {alias for source in sources for alias in source.aliases}
     for key in stored:
-        if key not in accounted:
+        if key not in accounted and key not in tied:
             raise Mismatch(f"it holds {key}, which is not tracked here")
     for key in accounted:
         if key not in stored:
@@ -47,6 +49,14 @@ def _check_names(kind: str, here: Iterable[str], state: Mapping[str, Any]) -> No
         raise Mismatch(f"{name!r} is tracked here and was not when it was saved")
     for name in sorted(saved - names):
         raise Mismatch(f"{name!r} was tracked when it was saved and is not here")
+
+
+def _check_extra(tracked: Mapping[str, object], state: Mapping[str, Any]) -> None:
+    for name, module in tracking.modules(tracked):
+        here, saved = {path for path, _ in tracking.extra_states(module)}, set(state.get(name, ()))
+        for path in sorted(here ^ saved):
+            where = "here and was not saved" if path in here else "in it and not here"
+            raise Mismatch(f"extra state of {name}.{path} is {where}")
 
 
 def _check_optimizers(

@@ -52,6 +52,8 @@ class LayoutItem:
     offset_bytes: int
     size_bytes: int
     requires_grad: bool
+    aliases: tuple[str, ...] = ()
+    """Further names of the same tensor (tied weights): stored once, found under each."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def pack(items: Sequence[LayoutItem]) -> Layout:
     return Layout(tuple(placed))
 
 
-_TUPLES = ("local_shape", "global_offset", "global_shape")
+_SIZES = ("local_shape", "global_offset", "global_shape")
 
 
 def from_json(value: Any) -> Layout:
@@ -116,7 +118,8 @@ def from_json(value: Any) -> Layout:
 
 
 def _item(entry: dict[str, Any]) -> LayoutItem:
-    values = {**entry, **{name: tuple(int(size) for size in entry[name]) for name in _TUPLES}}
+    values = {**entry, **{name: tuple(int(size) for size in entry[name]) for name in _SIZES}}
+    values["aliases"] = tuple(str(alias) for alias in entry["aliases"])
     values["kind"] = ItemKind(entry["kind"])
     values["role"] = ItemRole(entry["role"])
     return LayoutItem(**values)

@@ -210,6 +210,9 @@ def _install(
     fill(targets)
     for name, optimizer in tracking.optimizers(tracked):
         _install_optimizer(optimizer, names, moments[name], state["optimizers"][name], big.__getitem__)
+    for name, module in tracking.modules(tracked):
+        for path, inner in tracking.extra_states(module):
+            inner.set_extra_state(encoding.decode(state["extra"][name][path], big.__getitem__))
     for name, value in tracking.objects(tracked):
         value.load_state_dict(encoding.decode(state["objects"][name], big.__getitem__))
     fixed = _install_values(tracked, state["values"], big.__getitem__)

@@ -1,4 +1,4 @@
-"""Hot tier: three slots of shared memory a rank, in a memfd that the launcher owns.
+"""Hot tier: two or three slots of shared memory a rank, in a memfd that the launcher owns.
 
     control page | slot 0: header page, data, blob | slot 1 | slot 2        (docs/reference/contracts.md)
 
@@ -33,7 +33,9 @@ from nvrx_sre.core.errors import StorageError, UserError
 MAGIC = b"NVRXHOT1"
 VERSION = 1
 NUM_SLOTS = 3
-"""While the writer holds one slot, a crash in mid-capture of another still leaves a recent third."""
+"""Usual number: while the writer holds one slot, a crash in mid-capture of another still leaves a recent third."""
+NUM_SLOTS_MIN = 2
+"""Fewest: one is filled while the other holds the newest common step. Captures are skipped while the writer reads."""
 PAGE_BYTES = 4096
 NONE = -1
 """`sealed_step` before the first seal and `held_slot` while the writer holds none."""
@@ -69,8 +71,9 @@ class SlotHeader:
 class SlotFile:
     """The mapped slots of one rank. Owns its descriptor. Build with `create` (launcher) or `map` (all others)."""
 
-    def __init__(self, fd: int, data_bytes: int, blob_bytes: int, mapping: mmap.mmap) -> None:
+    def __init__(self, fd: int, num_slots: int, data_bytes: int, blob_bytes: int, mapping: mmap.mmap) -> None:
         self.fd = fd
+        self.num_slots = num_slots
         self.data_bytes = _round_up(data_bytes)
         self.blob_bytes = _round_up(blob_bytes)
         self._mapping = mapping
@@ -78,24 +81,33 @@ class SlotFile:
         self._words = self._view[:PAGE_BYTES].cast("q")
 
     @classmethod
-    def create(cls, data_bytes: int, blob_bytes: int, *, name: str = "nvrx-hot") -> SlotFile:
+    def create(
+        cls,
+        data_bytes: int,
+        blob_bytes: int,
+        *,
+        num_slots: int = NUM_SLOTS,
+        num_alike: int = 1,
+        name: str = "nvrx-hot",
+    ) -> SlotFile:
         """New slots with every page present; `name` shows in /proc/PID/maps. Blocks while the kernel clears pages.
 
-        Sizes are of one slot, rounded up to pages. Raises `UserError` if memory limits leave no room,
+        Sizes are of one slot, rounded up to pages. `num_alike`: files of this size that the node is about to need,
+        this one included; there must be room for all of them. Raises `UserError` if memory limits leave none,
         `StorageError` if the kernel refuses.
         """
-        total_bytes = _total_bytes(data_bytes, blob_bytes)
-        check_room(total_bytes)
+        total_bytes = total_size_bytes(num_slots, data_bytes, blob_bytes)
+        check_room(total_bytes * num_alike)
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, total_bytes)
             os.posix_fallocate(fd, 0, total_bytes)
-            slots = cls(fd, data_bytes, blob_bytes, mmap.mmap(fd, total_bytes))
+            slots = cls(fd, num_slots, data_bytes, blob_bytes, mmap.mmap(fd, total_bytes))
             slots._populate()
         except (OSError, ValueError) as error:
             os.close(fd)
             raise StorageError(f"cannot get {total_bytes} bytes of shared memory for hot slots: {error}") from error
-        _CONTROL.pack_into(slots._mapping, 0, MAGIC, VERSION, NUM_SLOTS, slots.data_bytes, slots.blob_bytes)
+        _CONTROL.pack_into(slots._mapping, 0, MAGIC, VERSION, num_slots, slots.data_bytes, slots.blob_bytes)
         slots.sealed_step = NONE
         slots.held_slot = NONE
         slots.strand(0, 0)
@@ -107,17 +119,17 @@ class SlotFile:
 
         Raises `UserError` if the memory behind `fd` is not a slot file of these sizes.
         """
-        total_bytes = _total_bytes(data_bytes, blob_bytes)
+        num_slots = _num_slots_in(fd)
+        total_bytes = total_size_bytes(num_slots, data_bytes, blob_bytes)
         if os.fstat(fd).st_size != total_bytes:
             raise UserError(f"slots have {os.fstat(fd).st_size} bytes where {total_bytes} were announced")
         try:
             mapping = mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot map {total_bytes} bytes of hot slots: {error}") from error
-        slots = cls(fd, data_bytes, blob_bytes, mapping)
-        expected = (MAGIC, VERSION, NUM_SLOTS, slots.data_bytes, slots.blob_bytes)
-        if _CONTROL.unpack_from(mapping, 0) != expected:
-            raise UserError(f"descriptor {fd} is not a slot file of version {VERSION} with the announced sizes")
+        slots = cls(fd, num_slots, data_bytes, blob_bytes, mapping)
+        if _CONTROL.unpack_from(mapping, 0)[3:] != (slots.data_bytes, slots.blob_bytes):
+            raise UserError(f"descriptor {fd} is a slot file of other sizes than announced")
         return slots
 
     def close(self) -> None:
@@ -182,7 +194,7 @@ class SlotFile:
 
     def headers(self) -> list[SlotHeader | None]:
         """`header` of each slot."""
-        return [self.header(slot) for slot in range(NUM_SLOTS)]
+        return [self.header(slot) for slot in range(self.num_slots)]
 
     def begin(self, slot: int, generation: int, step: int, durable: bool) -> None:
         """Mark `slot` as being filled: from here on it holds nothing for anyone."""
@@ -235,7 +247,7 @@ class SlotFile:
         sealed_step = self.sealed_step if step is None else min(self.sealed_step, step - 1)
         held_slot = self.held_slot
         free: list[tuple[bool, int, int]] = []
-        for slot in range(NUM_SLOTS):
+        for slot in range(self.num_slots):
             if slot == held_slot:
                 continue
             header = self.header(slot)
@@ -254,8 +266,8 @@ class SlotFile:
         self._view[start : start + len(packed) + _CRC.size] = packed + _CRC.pack(zlib.crc32(packed))
 
     def _start(self, slot: int) -> int:
-        if not 0 <= slot < NUM_SLOTS:
-            raise IndexError(f"slot {slot} of {NUM_SLOTS}")
+        if not 0 <= slot < self.num_slots:
+            raise IndexError(f"slot {slot} of {self.num_slots}")
         return PAGE_BYTES + slot * (PAGE_BYTES + self.data_bytes + self.blob_bytes)
 
     def _populate(self) -> None:
@@ -277,5 +289,15 @@ def _round_up(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _total_bytes(data_bytes: int, blob_bytes: int) -> int:
-    return PAGE_BYTES + NUM_SLOTS * (PAGE_BYTES + _round_up(data_bytes) + _round_up(blob_bytes))
+def total_size_bytes(num_slots: int, data_bytes: int, blob_bytes: int) -> int:
+    """Memory of one rank's slots, control and header pages included."""
+    return PAGE_BYTES + num_slots * (PAGE_BYTES + _round_up(data_bytes) + _round_up(blob_bytes))
+
+
+def _num_slots_in(fd: int) -> int:
+    """Number of slots by the control page. Raises `UserError` if `fd` is not a slot file of this version."""
+    page = os.pread(fd, _CONTROL.size, 0)
+    magic, version, num_slots = _CONTROL.unpack(page)[:3] if len(page) == _CONTROL.size else (b"", 0, 0)
+    if (magic, version) != (MAGIC, VERSION) or not NUM_SLOTS_MIN <= num_slots <= NUM_SLOTS:
+        raise UserError(f"descriptor {fd} is not a slot file of version {VERSION}")
+    return int(num_slots)

@@ -5,16 +5,17 @@ Names, which are also the keys of the DCP checkpoint:
     <name>.state.<parameter fqn>.<key>    tensor state of the optimizer tracked as <name>
     <name>                                a tensor tracked by itself
     <name>.<path>                         a big tensor inside the state_dict of another object
-With one tracked module the parameter fqn is the module's own; with several it begins with the module's name.
+With one tracked module the parameter fqn is the module's own; with several it begins with the module's name. A
+tensor that a module holds under several names (tied weights) is one source; the further names are its aliases.
 
-Small state: {"rng", "optimizers": {name: {"groups", "scalars"}}, "objects": {name: state_dict},
-"values": {name: value}}, encoded by `encoding`. Parameters keep their identity within a generation; optimizer
-state may come into being at any step. Must not: run a collective or an optimizer step.
+Small state: {"rng", "optimizers": {name: {"groups", "scalars"}}, "extra": {name: {submodule: extra state}},
+"objects": {name: state_dict}, "values": {name: value}}, encoded by `encoding`. Parameters keep their identity
+within a generation; optimizer state may come into being at any step. Must not: run a collective or an optimizer step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ class Source:
     fqn: str
     role: ItemRole
     tensor: torch.Tensor
+    aliases: tuple[str, ...] = ()
 
 
 def is_stateful(value: object) -> bool:
@@ -79,12 +81,29 @@ def fixed_sources(tracked: Mapping[str, object]) -> list[Source]:
         for inner in module.modules():
             if isinstance(inner, FSDPModule):
                 inner.reshard()
-        found += [Source(f"{name}.{fqn}", ItemRole.PARAMETER, tensor) for fqn, tensor in module.named_parameters()]
-        found += [Source(f"{name}.{fqn}", ItemRole.BUFFER, tensor) for fqn, tensor in module.named_buffers()]
+        found += _named(name, ItemRole.PARAMETER, module.named_parameters(remove_duplicate=False))
+        found += _named(name, ItemRole.BUFFER, module.named_buffers(remove_duplicate=False))
     for name, value in tracked.items():
         if isinstance(value, torch.Tensor):
             found.append(Source(name, ItemRole.STATE, value))
     return found
+
+
+def _named(name: str, role: ItemRole, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Source]:
+    """One source a tensor, under its first name."""
+    names: dict[int, list[str]] = {}
+    first: dict[int, torch.Tensor] = {}
+    for fqn, tensor in tensors:
+        first.setdefault(id(tensor), tensor)
+        names.setdefault(id(tensor), []).append(f"{name}.{fqn}")
+    return [Source(names[key][0], role, tensor, tuple(names[key][1:])) for key, tensor in first.items()]
+
+
+def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, submodule) of every submodule that has state of its own beside tensors (`get_extra_state`)."""
+    for path, inner in module.named_modules():
+        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+            yield path, inner
 
 
 def parameter_names(tracked: Mapping[str, object]) -> dict[torch.Tensor, str]:
@@ -133,13 +152,18 @@ def small_state(
     def take(name: str, tensor: torch.Tensor) -> None:
         big.append(Source(name, ItemRole.STATE, tensor))
 
-    state: dict[str, Any] = {"rng": rng.get_state(), "optimizers": {}, "objects": {}, "values": {}}
+    state: dict[str, Any] = {"rng": rng.get_state(), "optimizers": {}, "extra": {}, "objects": {}, "values": {}}
     for name, optimizer in optimizers(tracked):
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         encoded = encoding.encode(options, f"{name}.group", take)
         state["optimizers"][name] = {
             "groups": [{"names": listed, "options": item} for listed, item in zip(groups[name], encoded, strict=True)],
             "scalars": encoding.encode(scalars[name], f"{name}.scalar", take),
+        }
+    for name, module in modules(tracked):
+        state["extra"][name] = {
+            path: encoding.encode(inner.get_extra_state(), f"{name}.{path}._extra_state", take)
+            for path, inner in extra_states(module)
         }
     for name, value in objects(tracked):
         state["objects"][name] = encoding.encode(value.state_dict(), name, take)
