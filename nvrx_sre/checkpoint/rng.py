@@ -56,7 +56,12 @@ def set_derived_state(state: dict[str, Any], rank: int) -> None:
 
     Deterministic, and different for each rank, so that two ranks never draw the same numbers.
     """
-    digest = hashlib.sha256(f"{state['torch']}/{rank}".encode()).digest()
+    seed_from(f"{state['torch']}/{rank}")
+
+
+def seed_from(text: str) -> None:
+    """Seed every generator from `text`: the same numbers for the same text, unrelated ones for another."""
+    digest = hashlib.sha256(text.encode()).digest()
     seed = int.from_bytes(digest[:7], "little")  # below 2**63, which torch accepts
     torch.manual_seed(seed)
     random.seed(seed)

@@ -120,8 +120,10 @@ class Context:
         """Register state under stable names, before `restore`.
 
         Anything with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, loaders), or a dict of
-        plain values that is updated in place.
+        plain values that is updated in place, or a plain DataLoader over a map-style data set.
         """
+        from nvrx_sre.session.loading import follow_loaders
+
         if self._saver is not None:
             raise UserError("ctx.track() was called after ctx.restore(): register all state first")
         for name, value in objects.items():
@@ -129,6 +131,7 @@ class Context:
                 raise UserError(
                     f"ctx.track({name}=...): a {type(value).__name__} cannot be restored in place, use a dict"
                 )
+        follow_loaders(objects)
         self._tracked.update(objects)
 
     def restore(self) -> int:

@@ -61,7 +61,10 @@ class UnmanagedContext:
         self._formed_group = True
 
     def track(self, **objects: Any) -> None:
-        """Nothing is saved without a launcher."""
+        """Nothing is saved without a launcher; a loader gives what it gives under one."""
+        from nvrx_sre.session.loading import follow_loaders
+
+        follow_loaders(objects)
 
     def restore(self) -> int:
         """Always a fresh start."""
