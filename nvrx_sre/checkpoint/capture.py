@@ -253,7 +253,7 @@ class _Frozen:
         """True if the slot holds these very bytes under this index."""
         if index in self._changing or not _may_be_frozen(source):
             return False
-        digest = xxhash.xxh3_128_digest(_local(source.tensor).reshape(-1).view(torch.uint8).numpy())
+        digest = xxhash.xxh3_128_digest(_local(source.tensor).reshape(-1).view(torch.uint8).numpy().data)
         if self._digests.setdefault(index, digest) != digest:
             self._changing.add(index)
             return False

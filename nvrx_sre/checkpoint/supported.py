@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nvrx_sre.checkpoint import tracked as tracking
 from nvrx_sre.core.errors import UserError
@@ -55,7 +56,7 @@ def refuse(found: list[str]) -> None:
 def _problem(tensor: torch.Tensor) -> str:
     if isinstance(tensor, FlatParameter):
         return "FSDP1 flat parameter"
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return "not initialised yet"
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
