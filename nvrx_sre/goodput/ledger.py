@@ -24,7 +24,7 @@ from nvrx_sre.core.clock import seconds, to_ns
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Action, LedgerState, Phase, Record, StepKind, Tier
-from nvrx_sre.goodput.ratios import FirstExecutions, GoodputKind, TokenReference, ratios
+from nvrx_sre.goodput.ratios import FirstExecutions, GoodputKind, StepReference, ratios
 
 
 class _Activity(IntEnum):
@@ -69,6 +69,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._booked_ns: dict[LedgerState, int] = dict.fromkeys(LedgerState, 0)
+        self._rank_ns: dict[LedgerState, int] = dict.fromkeys(LedgerState, 0)
         self._start_ns: int | None = None
         self._cursor_ns = 0
         self._now_ns = 0
@@ -86,7 +87,7 @@ class Ledger:
         self._next_step = 1
         self._new_tokens = 0
         self._first = FirstExecutions()
-        self._reference = TokenReference()
+        self._reference = StepReference()
         self._handlers: dict[type[schema.Event], Callable[[Record, Any], None]] = {
             schema.RunStarted: self._on_run_started,
             schema.PhaseEntered: self._on_phase_entered,
@@ -110,6 +111,10 @@ class Ledger:
     def booked(self) -> dict[LedgerState, float]:
         """Seconds per state, all states present."""
         return {state: seconds(value) for state, value in self._booked_ns.items()}
+
+    def booked_by_ranks(self) -> dict[LedgerState, float]:
+        """Seconds per state times the ranks that were there: those of the newest generation, before it all."""
+        return {state: seconds(value) for state, value in self._rank_ns.items()}
 
     def wall_s(self, now_ns: int) -> float:
         """Wall time since the first record; it stands still while a finished run is not started again."""
@@ -135,6 +140,11 @@ class Ledger:
         reference_s = self._reference.seconds_per_token
         effective_s = None if reference_s is None else self._new_tokens * reference_s
         return ratios(self.booked(), self.wall_s(now_ns), seconds(self._first.durable_ns), effective_s)
+
+    @property
+    def reference_step_s(self) -> float | None:
+        """Median time of the first new steps after warm-up at the configured world, None before one is known."""
+        return self._reference.step_s
 
     @property
     def start_ns(self) -> int | None:
@@ -180,7 +190,9 @@ class Ledger:
     def _book(self, state: LedgerState, until_ns: int) -> None:
         until_ns = min(until_ns, self._now_ns)
         if until_ns > self._cursor_ns:
-            self._booked_ns[state] += until_ns - self._cursor_ns
+            spent_ns = until_ns - self._cursor_ns
+            self._booked_ns[state] += spent_ns
+            self._rank_ns[state] += spent_ns * (self._world_size or self._nproc)
             self._cursor_ns = until_ns
 
     def _advance(self, until_ns: int, stepping: LedgerState = LedgerState.LOST_STEP) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from nvrx_sre.events.schema import LedgerState
+from nvrx_sre.events.snapshot import Snapshotted
 
 REFERENCE_STEPS = 200
 """New steps whose time per token is the reference."""
@@ -50,8 +51,10 @@ class GoodputKind(StrEnum):
     CHECKPOINT_EFFICIENCY = "checkpoint_efficiency"
 
 
-class FirstExecutions:
+class FirstExecutions(Snapshotted):
     """Time of first executions up to a step, and how much of it a verified durable commit holds."""
+
+    STATE = ("_steps", "_total_ns", "_verified_ns", "_new_ns")
 
     def __init__(self) -> None:
         self._steps: list[int] = []
@@ -100,14 +103,16 @@ class FirstExecutions:
         return before_ns + round(max(0.0, share) * (self._total_ns[index] - before_ns))
 
 
-class TokenReference:
-    """Reference seconds a token: weighted median over the first new steps after each warm-up."""
+class StepReference(Snapshotted):
+    """Reference speed: weighted medians over the first new steps after each warm-up."""
+
+    STATE = ("_tokens", "_steps", "_num_steps", "_warm")
 
     def __init__(self) -> None:
-        self._samples: list[tuple[float, int]] = []
+        self._tokens: list[tuple[float, int]] = []
+        self._steps: list[tuple[float, int]] = []
         self._num_steps = 0
         self._warm = False
-        self._median: float | None = None
 
     def generation_formed(self) -> None:
         """The next aggregate holds a first step (lazy initialisation): not a reference."""
@@ -118,22 +123,31 @@ class TokenReference:
         if not self._warm:
             self._warm = True
             return
-        if tokens > 0 and spent_s > 0 and self._num_steps < REFERENCE_STEPS:
-            bisect.insort(self._samples, (spent_s / tokens, num_steps))
+        if spent_s > 0 and self._num_steps < REFERENCE_STEPS:
+            bisect.insort(self._steps, (spent_s / num_steps, num_steps))
+            if tokens > 0:
+                bisect.insort(self._tokens, (spent_s / tokens, num_steps))
             self._num_steps += num_steps
-            self._median = None
 
     @property
     def seconds_per_token(self) -> float | None:
         """The median so far, None before the first sample."""
-        if self._median is None and self._samples:
-            half, seen = self._num_steps / 2, 0
-            for value, weight in self._samples:
-                seen += weight
-                if seen >= half:
-                    self._median = value
-                    break
-        return self._median
+        return _weighted_median(self._tokens)
+
+    @property
+    def step_s(self) -> float | None:
+        """Median time of a step so far, None before the first sample."""
+        return _weighted_median(self._steps)
+
+
+def _weighted_median(samples: list[tuple[float, int]]) -> float | None:
+    """Median of sorted (value, weight)."""
+    half, seen = sum(weight for _, weight in samples) / 2, 0
+    for value, weight in samples:
+        seen += weight
+        if seen >= half:
+            return value
+    return None
 
 
 def ratios(

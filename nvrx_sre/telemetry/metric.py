@@ -1,8 +1,9 @@
 """What a metric is: the types that the catalog is written in.
 
-Invariants: a label is either closed (all its values are known beforehand and exported from the start) or
-`open_values`, which only info metrics may carry; a counter ends in `_total`, an info metric in `_info`, and
-a metric with a unit carries it in its name. Checked when the catalog is built. Immutable, hence thread-safe.
+Invariants: a label is closed (all its values are known beforehand and exported from the start), bounded by the
+run's ranks or nodes (its series appear with them, at 0), or open, which only info metrics may be; a counter
+ends in `_total`, an info metric in `_info`, and a metric with a unit carries it in its name. Checked when the
+catalog is built. Immutable, hence thread-safe.
 """
 
 from __future__ import annotations
@@ -41,18 +42,27 @@ class Unit(StrEnum):
 
 
 class Scope(StrEnum):
-    """Who exports it: the leader for the whole job, or every launcher for its node."""
+    """Who exports it: the leader for the whole job, every launcher for its node, or a service of the site."""
 
     JOB = "job"
     NODE = "node"
+    SITE = "site"
+
+
+class Bound(StrEnum):
+    """What bounds the values of a label that is not closed: they are known once the run is."""
+
+    RANKS = "ranks"
+    NODES = "nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """A label beside `run`. `values` is its closed set; empty means open (info metrics only)."""
+    """A label beside `run`. `values` is its closed set; empty means bounded, or open (info metrics only)."""
 
     name: str
     values: tuple[str, ...]
+    bound: Bound | None = None
 
     @property
     def open_values(self) -> bool:
@@ -78,7 +88,8 @@ class Metric:
         assert self.name.endswith("_total") == (self.type is MetricType.COUNTER), self.name
         assert self.name.endswith("_info") == (self.type is MetricType.INFO), self.name
         assert bool(self.buckets) == (self.type is MetricType.HISTOGRAM), self.name
-        assert self.type is MetricType.INFO or not any(label.open_values for label in self.labels), self.name
+        for label in self.labels:
+            assert self.type is MetricType.INFO or label.bound or not label.open_values, self.name
         assert self.buckets == tuple(sorted(set(self.buckets))), self.name
 
     @property
@@ -93,12 +104,18 @@ class Metric:
             return (f"{self.name}_bucket", f"{self.name}_sum", f"{self.name}_count")
         return (self.name,)
 
+    @property
+    def bound(self) -> Bound | None:
+        """What bounds its number of series, None if it is fixed."""
+        return next((label.bound for label in self.labels if label.bound is not None), None)
+
     def label_values(self) -> tuple[tuple[str, ...], ...]:
-        """Every combination of the closed label values; one empty tuple without labels."""
+        """Every combination of the closed label values; one empty tuple without labels, none for a bounded label."""
         return tuple(itertools.product(*(label.values for label in self.labels)))
 
     @property
     def num_series(self) -> int:
-        """Series that one run exports of this family, `+Inf` bucket, sum and count included."""
-        combinations = 1 if self.type is MetricType.INFO else len(self.label_values())
+        """Series that one run exports of this family, `+Inf` bucket, sum and count included; for each rank or
+        node where these bound it."""
+        combinations = 1 if self.type is MetricType.INFO or self.bound else len(self.label_values())
         return combinations * (len(self.buckets) + 3 if self.type is MetricType.HISTOGRAM else 1)

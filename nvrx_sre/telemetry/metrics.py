@@ -10,6 +10,9 @@ disk does not answer in time, job-level counters and histograms stay at the last
 and telemetry's own error counters go on: an exposed counter never falls after a restart, and trouble with
 the disk does not blind the on-call.
 
+The leader exports the job's families and its node's; a launcher that is none, or was superseded, its node's
+alone; the exporter of many runs the job's alone.
+
 Thread safety: `apply` by one thread, `collect` by any; both under the lock that ledger and tracker are
 updated under. Must not: take a label value from outside a closed set.
 """
@@ -55,6 +58,10 @@ class MetricSources:
     """Items dropped by component."""
     errors: Callable[[], Mapping[Component, int]] = _no_counts
     """Errors swallowed by component."""
+    fill: Callable[[Values], None] = lambda _: None
+    """Write what is live of the node into the values."""
+    exports: Callable[[Metric], bool] = lambda _: True
+    """Is the family exported now?"""
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held while ledger, tracker and this fold change."""
 
@@ -76,24 +83,25 @@ class MetricsFold(Collector):
         self._tracker = tracker
         self._clock = clock
         self._sources = sources or MetricSources()
-        self._fold = SeriesFold(ledger, tracker, limits or Limits())
-        self._synced = self._fold.values.copy()
+        self.fold = SeriesFold(ledger, tracker, limits or Limits())
+        """The state behind the series, for snapshots."""
+        self._synced = self.fold.values.copy()
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
     def apply(self, record: Record) -> None:
         """Fold one record that ledger and tracker have seen."""
         with self._sources.lock:
-            self._fold.apply(record)
+            self.fold.apply(record)
 
     def loop_turned(self, wall_ns: int) -> None:
         """The launcher's main loop turned."""
-        self._fold.values.set(catalog.LAUNCHER_LOOP, seconds(wall_ns))
+        self.fold.values.set(catalog.LAUNCHER_LOOP, seconds(wall_ns))
 
     def spans_finished(self, count: int) -> None:
         """`count` spans were finished by the span fold."""
         with self._sources.lock:
-            self._fold.values.add(catalog.TELEMETRY_SPANS, count)
+            self.fold.values.add(catalog.TELEMETRY_SPANS, count)
 
     def mark_synced(self) -> None:
         """Everything folded so far is known to be on disk (it was replayed from there)."""
@@ -113,7 +121,7 @@ class MetricsFold(Collector):
         if self._sources.sync():
             self._synced = now
         pinned = self._synced
-        for metric in catalog.CATALOG.values():
+        for metric in filter(self._sources.exports, catalog.CATALOG.values()):
             counts = metric.type in (MetricType.COUNTER, MetricType.HISTOGRAM)
             live = metric.scope is Scope.NODE or metric.name in _LIVE_COUNTERS
             yield self._render(metric, pinned if counts and not live else now)
@@ -121,16 +129,17 @@ class MetricsFold(Collector):
     def _snapshot(self) -> Values:
         dropped, errors = self._sources.dropped(), self._sources.errors()
         with self._sources.lock:
-            values = self._fold.values.copy()
-            self._fold.compute(values, self._clock.wall_ns())
+            values = self.fold.values.copy()
+            self.fold.compute(values, self._clock.wall_ns())
         for component in Component:
             values.set(catalog.TELEMETRY_DROPPED, dropped.get(component, 0), component)
             values.set(catalog.TELEMETRY_ERRORS, errors.get(component, 0), component)
+        self._sources.fill(values)
         return values
 
     def _render(self, metric: Metric, values: Values) -> Family:
         family = _family(metric)
-        if metric.type is MetricType.INFO:
+        if metric.name in values.info:
             info = values.info[metric.name]
             if any(info.values()):  # an info series with unknown labels would be replaced by another one
                 family.add_sample(metric.name, {RUN_LABEL: self._run, **info}, 1.0)

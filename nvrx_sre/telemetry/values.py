@@ -1,8 +1,8 @@
 """Values of all series: one number each, all of the catalog's, from the start.
 
 Every closed label combination exists from construction on, so the number of series never changes (failure
-case C57) and the first event of a kind is an increase (C63). Invariants: counters only grow; an unknown label
-value is a `KeyError`, never a new series. Not thread-safe.
+case C57) and the first event of a kind is an increase (C63); series of ranks and nodes appear with them, at 0.
+Invariants: counters only grow; an unknown label value is a `KeyError`, never a new series. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import bisect
 from dataclasses import dataclass
 
 from nvrx_sre.core.clock import seconds
+from nvrx_sre.events.snapshot import Snapshotted, stored
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.metric import Metric, MetricType
 
 
+@stored
 @dataclass(frozen=True)
 class ExemplarPoint:
     """The newest observation of a bucket and the trace that it belongs to."""
@@ -24,6 +26,7 @@ class ExemplarPoint:
     time_s: float
 
 
+@stored
 @dataclass
 class Histogram:
     """Observations a bucket (not cumulative; the last is `+Inf`), their sum, and exemplars."""
@@ -36,15 +39,17 @@ class Histogram:
         return Histogram(list(self.counts), list(self.exemplars), self.sum)
 
 
-class Values:
+class Values(Snapshotted):
     """One number a series, all of the catalog's."""
+
+    STATE = ("numbers", "histograms", "info")
 
     def __init__(self) -> None:
         self.numbers: dict[str, dict[tuple[str, ...], float]] = {}
         self.histograms: dict[str, dict[tuple[str, ...], Histogram]] = {}
         self.info: dict[str, dict[str, str]] = {}
         for metric in catalog.CATALOG.values():
-            if metric.type is MetricType.INFO:
+            if metric.type is MetricType.INFO and metric.bound is None:
                 self.info[metric.name] = dict.fromkeys(metric.label_names, "")
             elif metric.type is MetricType.HISTOGRAM:
                 size = len(metric.buckets) + 1
@@ -82,10 +87,18 @@ class Values:
         assert amount >= 0, f"{metric.name} cannot fall"
         self.numbers[metric.name][labels] += amount
 
-    def observe(self, metric: Metric, value: float, trace_id: str, time_ns: int, labels: tuple[str, ...] = ()) -> None:
-        """One observation, with the trace as exemplar of its bucket."""
+    def raise_to(self, metric: Metric, value: float, *labels: str) -> None:
+        """Set a gauge that holds a maximum, if `value` is greater."""
+        if value > self.get(metric, *labels):
+            self.set(metric, value, *labels)
+
+    def observe(
+        self, metric: Metric, value: float, trace_id: str | None, time_ns: int, labels: tuple[str, ...] = ()
+    ) -> None:
+        """One observation, with the trace (if there is one) as exemplar of its bucket."""
         histogram = self.histograms[metric.name][labels]
         bucket = bisect.bisect_left(metric.buckets, value)
         histogram.counts[bucket] += 1
         histogram.sum += value
-        histogram.exemplars[bucket] = ExemplarPoint(trace_id, value, seconds(time_ns))
+        if trace_id is not None:
+            histogram.exemplars[bucket] = ExemplarPoint(trace_id, value, seconds(time_ns))

@@ -16,7 +16,7 @@ from nvrx_sre.events.schema import (
     RestoredFrom,
 )
 from nvrx_sre.goodput.ledger import Ledger
-from nvrx_sre.goodput.ratios import GoodputKind, TokenReference
+from nvrx_sre.goodput.ratios import GoodputKind, StepReference
 from tests.stories import (
     STORIES,
     Story,
@@ -201,7 +201,7 @@ def test_goodput_ratios_follow_their_definitions() -> None:
 
 def test_token_reference_leaves_the_warm_up_out() -> None:
     """The first aggregate of a generation is no reference; the median counts steps, not aggregates."""
-    reference = TokenReference()
+    reference = StepReference()
     reference.generation_formed()
     reference.add(100.0, 10, 1)
     assert reference.seconds_per_token is None

@@ -11,13 +11,22 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from nvrx_sre.core.limits import Deadlines, Limits
-from nvrx_sre.events.schema import Cap, FaultClass, FaultDetected, LedgerState, Record, RestoredFrom, Verdict
+from nvrx_sre.events.schema import (
+    Cap,
+    FaultClass,
+    FaultDetected,
+    HaltReason,
+    LedgerState,
+    Record,
+    RestoredFrom,
+    Verdict,
+)
 from nvrx_sre.goodput.incidents import IncidentTracker, incident_trace_id
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.goodput.verdict import RunState
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import Component, RestartOutcome, SaveOutcome
-from nvrx_sre.telemetry.metric import Metric
+from nvrx_sre.telemetry.metric import Bound, Metric
 from nvrx_sre.telemetry.metrics import MetricsFold, MetricSources
 from nvrx_sre.testing.clock import ManualClock
 from tests.stories import RUN, Story, begin, crash_loop_story, exception_story, fallback_story, lost_launcher_story, ns
@@ -66,7 +75,9 @@ def test_c63_every_known_series_is_there_at_zero_before_the_first_event() -> Non
     for fault in FaultClass:
         assert board.value(catalog.FAULTS, fault) == 0.0
     board.apply(fallback_story().records)
-    assert {series for series in board.samples() if "_info[" not in series} == before.keys()
+    assert {
+        series for series in board.samples() if "_info[" not in series and "('node', " not in series
+    } == before.keys()
     assert all(
         value == 0.0 for series, value in before.items() if re.match(r"nvrx_\w+_(total|bucket|count|sum)\[", series)
     )
@@ -172,13 +183,14 @@ def test_a_crash_loop_shows_while_it_lasts_and_halts() -> None:
     assert board.value(catalog.INCIDENTS, Verdict.EXHAUSTED) == 1
     assert board.value(catalog.RESTARTS, "in_process", RestartOutcome.NO_PROGRESS) == 3
     assert board.value(catalog.RESTARTS, "job", RestartOutcome.STOPPED) == 1
-    assert board.value(catalog.HALTED_TIMESTAMP) == pytest.approx(story.records[-1].time_ns / 1e9)
+    assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.INCURABLE) == pytest.approx(story.records[-1].time_ns / 1e9)
+    assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.OPERATOR) == 0
     assert board.value(catalog.RESTARTS_SINCE_PROGRESS) == 1
     assert board.state() == RunState.HALTED
     seen = len(story.records)
     story.start(100.0)
     board.apply(story.records[seen:])
-    assert board.value(catalog.HALTED_TIMESTAMP) == 0
+    assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.INCURABLE) == 0
     assert board.state() == RunState.STARTING
 
 
@@ -232,7 +244,8 @@ def test_the_classic_text_format_has_the_catalogs_names() -> None:
     """What Prometheus calls a series is what the catalog calls it, in both formats."""
     text = generate_latest(Board(exception_story().records).fold.registry).decode()
     names = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if line and not line.startswith("#")}
-    assert names == catalog.sample_names()
+    of_ranks = {metric.name for metric in catalog.CATALOG.values() if metric.bound is Bound.RANKS}
+    assert names == catalog.sample_names() - of_ranks
 
 
 def test_a_replay_continues_the_counters() -> None:
