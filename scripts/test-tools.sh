@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Install what the tests need besides Python: prometheus (with promtool), alertmanager, and jq for the runbooks.
+# Install what the tests need besides Python: prometheus (with promtool), alertmanager, jq for the runbooks,
+# openssl for certificates.
 set -euo pipefail
 
 missing=()
 command -v prometheus >/dev/null && command -v promtool >/dev/null || missing+=(prometheus)
 command -v alertmanager >/dev/null || command -v prometheus-alertmanager >/dev/null || missing+=(prometheus-alertmanager)
 command -v jq >/dev/null || missing+=(jq)
+command -v openssl >/dev/null || missing+=(openssl)
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if ! command -v apt-get >/dev/null; then
-    echo "test: ${missing[*]} not found and there is no apt-get; put prometheus, promtool, alertmanager and jq on the PATH" >&2
+    echo "test: ${missing[*]} not found and there is no apt-get; put prometheus, promtool, alertmanager, jq and openssl on the PATH" >&2
     exit 1
 fi
 if [ "$(id -u)" -ne 0 ]; then

@@ -32,6 +32,7 @@ OPTION_KEYS: dict[str, dict[str, str]] = {
         "start_fresh": "start_fresh",
         "summary": "summary",
         "step_deadline": "step_deadline",
+        "allow_brake": "allow_brake",
     },
     "train": {
         "steps": "steps",
@@ -51,7 +52,15 @@ OPTION_KEYS: dict[str, dict[str, str]] = {
         "write_bandwidth": "write_bandwidth",
     },
     "faults": {"specs": "fault", "plan": "fault_plan"},
-    "metrics": {"host": "metrics_host", "port": "metrics_port", "linger": "metrics_linger", "otlp": "otlp_endpoint"},
+    "metrics": {
+        "host": "metrics_host",
+        "port": "metrics_port",
+        "linger": "metrics_linger",
+        "otlp": "otlp_endpoint",
+        "tls_cert": "metrics_tls_cert",
+        "tls_key": "metrics_tls_key",
+        "users": "metrics_users",
+    },
 }
 """Section -> key -> parameter of the command."""
 

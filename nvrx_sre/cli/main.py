@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "generate": "nvrx_sre.cli.generate:command",
     "halt": "nvrx_sre.cli.halt:halt",
     "resume": "nvrx_sre.cli.halt:resume",
+    "brake": "nvrx_sre.cli.brake:command",
     "checkpoint": "nvrx_sre.cli.checkpoint:command",
     "runbook": "nvrx_sre.cli.runbook:command",
     "doctor": "nvrx_sre.cli.doctor:command",

@@ -21,6 +21,7 @@ from nvrx_sre.core.ids import check_run_name, run_name_from
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.faults.plan import load_plan
 from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.telemetry.endpoint import EndpointSecurity
 
 LIMITS_KEY = "nvrx_sre.limits"
 DEFAULT_RUNS = Path("runs")
@@ -46,6 +47,8 @@ class RunOptions:
     linger: bool
     summary: Path | None
     start_fresh: bool
+    metrics_security: EndpointSecurity = field(default_factory=EndpointSecurity)
+    allow_brake: bool = False
     notices: tuple[str, ...] = field(default=())
     """What the user should know before the run starts, a line each."""
 
@@ -151,6 +154,19 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option("--otlp-endpoint", metavar="URL", help="OTLP/HTTP traces endpoint, best effort."),
     click.option("--summary", type=click.Path(path_type=Path), metavar="FILE", help="Write the run's summary as JSON."),
     click.option("--start-fresh", is_flag=True, help="Begin at step 0 although checkpoints exist; they are kept."),
+    click.option(
+        "--metrics-tls-cert", type=click.Path(path_type=Path), metavar="FILE", help="Serve /metrics with TLS (PEM)."
+    ),
+    click.option(
+        "--metrics-tls-key", type=click.Path(path_type=Path), metavar="FILE", help="Key of --metrics-tls-cert."
+    ),
+    click.option(
+        "--metrics-users",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Private file of user:password lines that may scrape.",
+    ),
+    click.option("--allow-brake", is_flag=True, help="The site's `nvrx-sre brake` may halt this run."),
 )
 
 
@@ -184,6 +200,10 @@ _SHARED = (
     "otlp_endpoint",
     "summary",
     "start_fresh",
+    "metrics_tls_cert",
+    "metrics_tls_key",
+    "metrics_users",
+    "allow_brake",
 )
 
 
@@ -217,6 +237,10 @@ def _build(values: dict[str, Any]) -> RunOptions:
         linger=linger_s is None or linger_s > 0,
         summary=values["summary"],
         start_fresh=values["start_fresh"],
+        metrics_security=EndpointSecurity(
+            tls_cert=values["metrics_tls_cert"], tls_key=values["metrics_tls_key"], users=values["metrics_users"]
+        ),
+        allow_brake=values["allow_brake"],
         notices=tuple(notices),
     )
 
@@ -265,5 +289,7 @@ def build_run_config(
         otlp_endpoint=options.otlp_endpoint,
         summary=None if options.summary is None else options.summary.absolute(),
         start_fresh=options.start_fresh,
+        metrics_security=options.metrics_security,
+        allow_brake=options.allow_brake,
         linger=options.linger,
     )

@@ -57,6 +57,10 @@ class RunStarted(Event):
     labels: dict[str, str] = field(default_factory=dict)
     """What the run's owner calls it: `team`, `priority`."""
     num_nodes: int = 1
+    num_standbys: int = 0
+    """Warm spare processes that were asked for."""
+    allow_brake: bool = False
+    """The site's brake may halt the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.ids import check_run_name
 from nvrx_sre.core.limits import Limits
+from nvrx_sre.telemetry.endpoint import EndpointSecurity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class RunConfig:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     """Explicit port, or None for a free one. The real port is in metrics.json."""
+    metrics_security: EndpointSecurity = field(default_factory=EndpointSecurity)
+    """TLS and basic authentication of the metrics endpoint."""
     otlp_endpoint: str | None = None
     """OTLP/HTTP traces endpoint, best effort."""
     exact_replay: bool = False
@@ -54,6 +57,8 @@ class RunConfig:
     """Signal that carries the interrupt to a rank's main thread: SIGRTMIN + 5 on Linux."""
     linger: bool = False
     """Keep the metrics endpoint after a terminal exit until it was scraped."""
+    allow_brake: bool = False
+    """The site's brake may halt this run (`nvrx-sre brake`)."""
 
     def __post_init__(self) -> None:
         check_run_name(self.run)

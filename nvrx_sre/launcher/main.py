@@ -34,6 +34,7 @@ from nvrx_sre.events.schema import (
     RunFinished,
     RunStarted,
 )
+from nvrx_sre.launcher.braking import BrakeConsent, write_consent
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.effects import parent_environment
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
@@ -166,6 +167,7 @@ def start_telemetry(
         otlp_endpoint=config.otlp_endpoint,
         metrics_host=config.metrics_host,
         metrics_port=config.metrics_port,
+        metrics_security=config.metrics_security,
         environment=parent_environment(),
         sinks=tuple(sinks),
     )
@@ -196,6 +198,7 @@ def _announce(
         RunStarted(
             nproc=config.nproc,
             min_world_size=config.min_world_size,
+            num_standbys=config.num_standbys,
             save_every_steps=config.save_every,
             hot_every_steps=config.hot_every,
             config_digest=config_digest(config.config_items),
@@ -203,9 +206,11 @@ def _announce(
             limits=config.limits.flattened(),
             resumed=bool(past.records),
             fresh=config.start_fresh,
+            allow_brake=config.allow_brake,
         ),
         generation,
     )
+    write_consent(directory, BrakeConsent(is_allowed=config.allow_brake, since_ns=telemetry.clock.wall_ns()))
     where = {"url": telemetry.metrics_url, "pid": epoch.pid, "run": config.run}
     write_json_atomically(directory.metrics, where, durable=False)
     if config.start_fresh:

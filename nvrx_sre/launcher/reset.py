@@ -7,6 +7,7 @@ from nvrx_sre.core.errors import StorageError
 from nvrx_sre.core.limits import TelemetryLimits
 from nvrx_sre.events import journal
 from nvrx_sre.events.schema import BudgetReset, Record
+from nvrx_sre.launcher.braking import BrakeConsent, read_consent, write_consent
 from nvrx_sre.launcher.rundir import RunDirectory
 
 SYNC_S = 5.0
@@ -35,4 +36,7 @@ def reset_budgets(directory: RunDirectory, run: str, reason: str) -> None:
     writer.close(SYNC_S)
     if not synced:
         raise StorageError(f"cannot write the journal of {directory.path}: the budgets were not refilled")
+    # Before the halt is lifted: an alert of the time before must not bring it back.
+    consent = read_consent(directory)
+    write_consent(directory, BrakeConsent(is_allowed=consent.is_allowed, since_ns=record.time_ns))
     directory.halt.unlink(missing_ok=True)

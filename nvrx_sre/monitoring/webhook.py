@@ -14,12 +14,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from nvrx_sre.core import http_server
 
 BODY_BYTES_MAX = 1 << 20
 NOTIFICATIONS_MAX = 1_000
 REQUEST_TIMEOUT_S = 5.0
+MAX_REQUESTS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +46,25 @@ class Notification:
 
 def parse_notification(body: bytes) -> Notification:
     """Alertmanager's webhook JSON as a `Notification`. Raises `ValueError` for anything else."""
-    value = json.loads(body)
     try:
+        value = json.loads(body)
         alerts = tuple(value["alerts"])
         for item in alerts:
-            if not isinstance(item["labels"]["alertname"], str) or not isinstance(item["status"], str):
-                raise ValueError("an alert without name or status")
+            if not _is_alert(item):
+                raise ValueError("an alert without name or status, or with labels that are no text")
         return Notification(receiver=str(value["receiver"]), status=str(value["status"]), alerts=alerts)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not an Alertmanager notification: {error}") from error
+
+
+def _is_alert(item: Any) -> bool:
+    labels = item["labels"]
+    return (
+        isinstance(item["status"], str)
+        and isinstance(labels, dict)
+        and all(isinstance(value, str) for value in labels.values())
+        and bool(labels["alertname"])
+    )
 
 
 class WebhookReceiver:
@@ -62,14 +75,14 @@ class WebhookReceiver:
         self._notifications: deque[Notification] = deque(maxlen=NOTIFICATIONS_MAX)
         self._num_received = 0
         self._num_refused = 0
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_for(self))
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="webhook-receiver", daemon=True)
+        limits = http_server.ServerLimits(max_requests=MAX_REQUESTS, deadline_s=REQUEST_TIMEOUT_S)
+        self._server = http_server.BoundedServer(("127.0.0.1", 0), _handler_for(self), limits)
+        self._thread = http_server.ServerThread(self._server, "webhook-receiver")
 
     @property
     def url(self) -> str:
         """Address to give to Alertmanager."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/"
+        return f"{self._server.base_url}/"
 
     @property
     def num_refused(self) -> int:
@@ -87,10 +100,7 @@ class WebhookReceiver:
 
     def stop(self) -> None:
         """Close the port and end the thread."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
+        self._thread.close()
 
     def notifications(self) -> list[Notification]:
         """What has arrived so far, oldest first."""
@@ -119,8 +129,6 @@ class WebhookReceiver:
 
 def _handler_for(receiver: WebhookReceiver) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = REQUEST_TIMEOUT_S
-
         def do_POST(self) -> None:  # the name is http.server's
             length = int(self.headers.get("Content-Length") or 0)
             if not 0 < length <= BODY_BYTES_MAX:

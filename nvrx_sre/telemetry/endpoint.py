@@ -5,58 +5,74 @@ Up before the first worker and through every restart. `/metrics` answers 503 unt
 503 when the launcher's loop has not turned for a while. A port asked for explicitly that is busy is a
 `UserError`; without one the kernel picks a free port (failure case C58).
 
+TLS and basic authentication are optional (`EndpointSecurity`). Control has no place here: the brake has a listener
+of its own.
+
 Thread safety: one thread accepts, each request has its own, at most `MAX_REQUESTS` at a time. Must not:
 change anything in the run.
 """
 
 from __future__ import annotations
 
-import sys
+import base64
+import binascii
+import ssl
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import socket
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
+from nvrx_sre.core import http_server
 from nvrx_sre.core.errors import UserError
+from nvrx_sre.core.secret_files import is_one_of, read_secret_lines
+from nvrx_sre.core.tls import is_loopback, server_context
 
 MAX_REQUESTS = 8
 """Requests served at a time; further connections are closed."""
 REQUEST_TIMEOUT_S = 10.0
-"""Longest wait for a slow client."""
+"""Longest life of a connection, however slow the client is."""
+LIMITS = http_server.ServerLimits(max_requests=MAX_REQUESTS, deadline_s=REQUEST_TIMEOUT_S)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-    allow_reuse_port = False
+@dataclass(frozen=True, kw_only=True)
+class EndpointSecurity:
+    """TLS and basic authentication of the endpoint; neither by default."""
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._slots = threading.BoundedSemaphore(MAX_REQUESTS)
-        self.on_error: Callable[[str], None] = lambda _: None
-        super().__init__(address, handler)
+    tls_cert: Path | None = None
+    """PEM certificate; with `tls_key`."""
+    tls_key: Path | None = None
+    users: Path | None = None
+    """Private file of `user:password` lines, read again at each scrape. Health checks stay open: they show nothing."""
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    def context(self, host: str) -> ssl.SSLContext | None:
+        """TLS context of a listener on `host`. Raises `UserError` for files that cannot be used, or a bare password."""
+        context = server_context(self.tls_cert, self.tls_key)
+        if self.users is None:
+            return context
+        if context is None and not is_loopback(host):
+            raise UserError(
+                f"a password would be sent in the clear to {host}: give --metrics-tls-cert and --metrics-tls-key too"
+            )
+        if not all(":" in line for line in read_secret_lines(self.users)):
+            raise UserError(f"{self.users}: each line must be user:password")
+        return context
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def allows(self, authorization: str) -> bool:
+        """Whether a scrape with this header is answered. A file that cannot be read any more allows none."""
+        if self.users is None:
+            return True
+        scheme, _, encoded = authorization.partition(" ")
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
-        """A client that went away is no event; our own failure is counted. Nothing is printed."""
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, OSError):
-            self.on_error(f"{type(error).__name__}: {error}")
+            given = base64.b64decode(encoded.strip(), validate=True).decode()
+            users = read_secret_lines(self.users)
+        except (binascii.Error, UnicodeDecodeError, UserError):
+            return False
+        return scheme.lower() == "basic" and is_one_of(given, users)
 
 
 class MetricsServer:
@@ -72,29 +88,33 @@ class MetricsServer:
         port: int | None,
         health: Callable[[], bool],
         ready: Callable[[], bool],
+        security: EndpointSecurity | None = None,
     ) -> None:
+        self.security = security or EndpointSecurity()
+        tls = self.security.context(host)
         self._registry = registry
         self._health = health
         self._ready = ready
         self._scraped = threading.Condition()
         self.num_scrapes = 0
         try:
-            self._server = _Server((host, port or 0), _handler(self))
+            self._server = http_server.BoundedServer((host, port or 0), _handler(self), LIMITS, tls)
         except OSError as error:
             where = f"{host}:{port}" if port else host
             raise UserError(
                 f"metrics endpoint cannot listen on {where}: {error.strerror or error}; "
                 "choose another port with --metrics-port, or leave it out to get a free one"
             ) from error
+        self._scheme = "http" if tls is None else "https"
         self.host = host
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="nvrx-endpoint", daemon=True)
+        self._thread = http_server.ServerThread(self._server, "nvrx-endpoint")
 
     @property
     def url(self) -> str:
         """Where Prometheus scrapes."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/metrics"
+        return f"{self._scheme}://{host}:{self.port}/metrics"
 
     def start(self, on_error: Callable[[str], None] | None = None) -> None:
         """Begin to answer. `on_error` hears of a request that failed on our side."""
@@ -110,10 +130,7 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop listening. Requests under way end with the process."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
+        self._thread.close()
 
     def respond(self, path: str, accept: str) -> tuple[int, str, bytes]:
         """Status, content type and body for GET `path`."""
@@ -141,21 +158,38 @@ class MetricsServer:
 
 def _handler(server: MetricsServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = REQUEST_TIMEOUT_S
         server_version = "nvrx-sre"
         sys_version = ""
 
         def do_GET(self) -> None:
+            is_scrape = self.path.partition("?")[0] == "/metrics"
+            if is_scrape and not server.security.allows(self.headers.get("Authorization", "")):
+                self.reply(401, "text/plain; charset=utf-8", b"unauthorized\n", ("WWW-Authenticate", "Basic"))
+                return
             status, content_type, body = server.respond(self.path, self.headers.get("Accept", ""))
+            self.reply(status, content_type, body)
+            if status == 200 and is_scrape:
+                server.note_scrape()
+
+        def refuse_method(self) -> None:
+            """Anything but GET."""
+            self.reply(405, "text/plain; charset=utf-8", b"only GET\n", ("Allow", "GET"))
+
+        def reply(self, status: int, content_type: str, body: bytes, header: tuple[str, str] | None = None) -> None:
+            """Answer once."""
             self.send_response(status)
             self.send_header("Content-Type", content_type)
             self.send_header("Content-Length", str(len(body)))
+            if header is not None:
+                self.send_header(*header)
             self.end_headers()
-            self.wfile.write(body)
-            if status == 200 and self.path.partition("?")[0] == "/metrics":
-                server.note_scrape()
+            if self.command != "HEAD":
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Requests are not logged."""
 
+    for method in http_server.OTHER_METHODS:
+        if method != "GET":
+            setattr(Handler, f"do_{method}", Handler.refuse_method)
     return Handler

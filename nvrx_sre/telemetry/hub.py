@@ -29,7 +29,7 @@ from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.goodput.summary import SummaryFold
 from nvrx_sre.telemetry.boundary import Boundary, SinkThread
 from nvrx_sre.telemetry.catalog import Component
-from nvrx_sre.telemetry.endpoint import MetricsServer
+from nvrx_sre.telemetry.endpoint import EndpointSecurity, MetricsServer
 from nvrx_sre.telemetry.logs import EventLog
 from nvrx_sre.telemetry.metrics import MetricsFold, MetricSources
 from nvrx_sre.telemetry.otlp import OtlpSink
@@ -56,6 +56,7 @@ class TelemetryConfig:
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
     """Explicit port, or None for a free one."""
+    metrics_security: EndpointSecurity = field(default_factory=EndpointSecurity)
     otlp_endpoint: str | None = None
     """OTLP/HTTP traces URL, or None for no export."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class Telemetry:
             config.metrics_port,
             self._is_healthy,
             self._is_ready,
+            config.metrics_security,
         )
         self.journal = JournalWriter(self.run_dir / "journal", self.run, config.epoch, limits=self.limits.telemetry)
         self._log_sink: SinkThread[LogItem] = SinkThread(Component.LOG, self._write_log, self.boundary)
