@@ -56,7 +56,7 @@ class OtlpSink:
 def _readable(spans: Sequence[FinishedSpan], resource: dict[str, str]) -> list[ReadableSpan]:
     """The SDK's form, with our times and ids."""
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import Link, SpanContext, TraceFlags
     from opentelemetry.trace.status import Status, StatusCode
@@ -74,6 +74,7 @@ def _readable(spans: Sequence[FinishedSpan], resource: dict[str, str]) -> list[R
             resource=shared,
             attributes=span.attributes,
             links=[Link(context(*link)) for link in span.links],
+            events=[Event(point.name, point.attributes, point.time_ns) for point in span.points],
             status=Status(StatusCode.ERROR if span.error else StatusCode.UNSET),
             start_time=span.start_ns,
             end_time=span.end_ns,

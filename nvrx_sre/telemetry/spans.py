@@ -7,6 +7,9 @@
     nvrx.incident     a trace of its own, linked to the generation that failed
       nvrx.detect, nvrx.teardown, nvrx.rendezvous, nvrx.restore, nvrx.first_step   once an attempt
 
+An event that begins and ends no span is a point in the innermost one that is open: a decision in its incident, a
+preemption in its generation, a launcher's start in the run. No event is without a place in the trace.
+
 Ids are hashes of what a span stands for, so a replay gives the same ones and a span is written once. A
 recovered incident is no error, nor is the run that contains it. The spans that a killed launcher left open
 are closed when the records of the next epoch arrive, at the last moment that the old one recorded; an open
@@ -15,6 +18,7 @@ incident goes on. Not thread-safe. Must not: read a clock.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import signal
@@ -27,6 +31,7 @@ from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, Verdict
+from nvrx_sre.events.snapshot import Snapshotted, stored
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.verdict import FINAL_STATES, run_state_after
 
@@ -35,7 +40,19 @@ LAUNCHER_LOST = "launcher_lost"
 _ORDERLY = (ExitCode.FINISHED, ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 _AFTER_END = (schema.LauncherStopped, schema.IncidentClosed, schema.ProgressResumed, schema.BudgetReset)
 """Records that begin no new run span."""
+MAX_POINTS = 128
+"""Points of one span; further ones are only counted, in the attribute `nvrx.points_dropped`."""
 Attributes = dict[str, str | int | float | bool]
+
+
+@stored
+@dataclass(frozen=True, kw_only=True)
+class SpanPoint:
+    """An event inside a span. Time is wall ns."""
+
+    name: str
+    time_ns: int
+    attributes: Attributes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +69,7 @@ class FinishedSpan:
     error: bool = False
     links: tuple[tuple[str, str], ...] = ()
     """(trace id, span id) of related spans in other traces."""
+    points: tuple[SpanPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, one line of spans.jsonl."""
@@ -65,11 +83,15 @@ class FinishedSpan:
             "status": "error" if self.error else "unset",
             "attributes": self.attributes,
             "links": [{"trace_id": trace_id, "span_id": span_id} for trace_id, span_id in self.links],
+            "events": [
+                {"name": point.name, "time_ns": point.time_ns, "attributes": point.attributes} for point in self.points
+            ],
         }
 
 
+@stored
 @dataclass(kw_only=True)
-class _Open:
+class OpenSpan:
     """A span that has not ended."""
 
     name: str
@@ -79,11 +101,22 @@ class _Open:
     start_ns: int
     attributes: Attributes = field(default_factory=dict)
     links: tuple[tuple[str, str], ...] = ()
+    points: list[SpanPoint] = field(default_factory=list)
+    num_points_dropped: int = 0
+
+    def add_point(self, point: SpanPoint) -> None:
+        """Remember an event inside the span, if there is room."""
+        if len(self.points) < MAX_POINTS:
+            self.points.append(point)
+        else:
+            self.num_points_dropped += 1
 
     def finish(self, end_ns: int, error_type: str | None = None) -> FinishedSpan:
         attributes = dict(self.attributes)
         if error_type is not None:
             attributes["error.type"] = error_type
+        if self.num_points_dropped:
+            attributes["nvrx.points_dropped"] = self.num_points_dropped
         return FinishedSpan(
             name=self.name,
             trace_id=self.trace_id,
@@ -94,6 +127,7 @@ class _Open:
             attributes=attributes,
             error=error_type is not None,
             links=self.links,
+            points=tuple(self.points),
         )
 
 
@@ -110,19 +144,24 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class SpanFold:
+class SpanFold(Snapshotted):
     """Fold of records into spans. The tracker has seen a record before `apply` does."""
+
+    STATE = (
+        *("_run", "_generation", "_incident", "_stage", "_attempt", "_saves", "_sealed_ns", "_epoch", "_last_ns"),
+        "num_finished",
+    )
 
     def __init__(self, run: str, tracker: IncidentTracker) -> None:
         self._name = run
         self._tracker = tracker
         self._trace_id = hash_id(32, run, "run")
-        self._run: _Open | None = None
-        self._generation: _Open | None = None
-        self._incident: _Open | None = None
-        self._stage: _Open | None = None
+        self._run: OpenSpan | None = None
+        self._generation: OpenSpan | None = None
+        self._incident: OpenSpan | None = None
+        self._stage: OpenSpan | None = None
         self._attempt = 0
-        self._saves: dict[int, tuple[_Open, _Open]] = {}
+        self._saves: dict[int, tuple[OpenSpan, OpenSpan]] = {}
         self._sealed_ns: dict[int, int] = {}
         self._epoch = 0
         self._last_ns = 0
@@ -164,14 +203,16 @@ class SpanFold:
         handler = self._handlers.get(type(record.event))
         if handler is not None:
             finished += handler(record, record.event)
+        else:
+            self._add_point(record)
         self.num_finished += len(finished)
         return finished
 
     def _open(
-        self, name: str, parent: _Open | None, start_ns: int, key: tuple[object, ...], **attributes: Any
-    ) -> _Open:
+        self, name: str, parent: OpenSpan | None, start_ns: int, key: tuple[object, ...], **attributes: Any
+    ) -> OpenSpan:
         trace_id = self._trace_id if parent is None else parent.trace_id
-        return _Open(
+        return OpenSpan(
             name=name,
             trace_id=trace_id,
             span_id=hash_id(16, self._name, *key),
@@ -179,6 +220,14 @@ class SpanFold:
             start_ns=start_ns,
             attributes={"nvrx.run": self._name, **{f"nvrx.{key}": item for key, item in attributes.items()}},
         )
+
+    def _add_point(self, record: Record) -> None:
+        span = self._incident or self._generation or self._run
+        if span is not None:
+            point = SpanPoint(
+                name=type(record.event).__name__, time_ns=record.time_ns, attributes=_point_attributes(record)
+            )
+            span.add_point(point)
 
     # --- generations and incidents ------------------------------------------------------------------------
 
@@ -207,7 +256,7 @@ class SpanFold:
             return finished
         self._attempt = incident.attempts
         if self._incident is None:
-            self._incident = _Open(
+            self._incident = OpenSpan(
                 name="nvrx.incident",
                 trace_id=incident.trace_id,
                 span_id=hash_id(16, self._name, "incident", incident.number),
@@ -353,6 +402,16 @@ class SpanFold:
             finished.append(self._run.finish(record.time_ns, error_type))
             self._run = None
         return finished
+
+
+def _point_attributes(record: Record) -> Attributes:
+    """The event's own scalars; enums as their values."""
+    attributes: Attributes = {} if record.rank is None else {"nvrx.rank": record.rank}
+    for item in dataclasses.fields(record.event):
+        value = getattr(record.event, item.name)
+        if isinstance(value, str | int | float | bool):
+            attributes[f"nvrx.{item.name}"] = str(value) if isinstance(value, str) else value
+    return attributes
 
 
 def _fault_attributes(record: Record, event: schema.FaultDetected) -> Attributes:
