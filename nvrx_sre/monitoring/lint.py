@@ -1,4 +1,4 @@
-"""Checks of what is generated or written by hand: queries against the catalog, panels, rules, runbooks.
+"""Checks of what is generated or written by hand: queries against the catalog, rules, runbooks.
 
 Model: every query is parsed into its tree (`promql-parser`, part of the extra `test`); each series must be in
 the catalog or a recording rule, each matched label and value in its closed set, each function fit the metric's
@@ -9,7 +9,6 @@ Pure apart from parsing. Must not: be imported by a command that has to run with
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +16,18 @@ from typing import Any
 import promql_parser
 
 from nvrx_sre.monitoring.alerts import RecordingRule
+from nvrx_sre.monitoring.dashboard_ranks import DCGM_SERIES
+from nvrx_sre.monitoring.dashboard_telemetry import SCRAPE_SERIES
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.metric import Label, MetricType
 
-GRAFANA_VARIABLES = {"$__rate_interval": "5m", "$__range": "1h", "$__interval": "1m"}
+GRAFANA_VARIABLES = {"$__rate_interval": "5m", "$__range": "1h", "$__interval": "1m", "$price": "1"}
 TARGET_LABELS = ("job", "instance")
 """Labels that Prometheus adds; a matcher on them is never wrong, but nothing of ours needs one."""
 COUNTER_FUNCTIONS = ("rate", "increase", "irate", "resets")
 GAUGE_FUNCTIONS = ("delta", "deriv", "idelta", "changes", "predict_linear", "holt_winters")
-META_SERIES = ("ALERTS", "ALERTS_FOR_STATE", "up")
+FOREIGN_SERIES = ("ALERTS", "ALERTS_FOR_STATE", "up", *SCRAPE_SERIES, *DCGM_SERIES)
+"""Of Prometheus and of other exporters: not in our catalog, and not checked further."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ def query_problems(expression: str, known: Known) -> list[str]:
             available.update(known.labels.get(node.name or "", {}))
         elif isinstance(node, promql_parser.Call):
             found.extend(_call_problems(node, known))
+        available.update(_made_labels(node))
         return True
 
     promql_parser.walk(tree, visit)
@@ -79,9 +82,18 @@ def query_problems(expression: str, known: Known) -> list[str]:
     return found
 
 
+def _made_labels(node: Any) -> list[str]:
+    """Labels that the query itself makes."""
+    if isinstance(node, promql_parser.Call) and node.func.name == "label_replace":
+        return [node.args[1].val]
+    if isinstance(node, promql_parser.AggregateExpr) and str(node.op) == "count_values":
+        return [str(getattr(node.param, "val", ""))]
+    return []
+
+
 def _selector_problems(node: Any, known: Known) -> list[str]:
     name = node.name or ""
-    if name in META_SERIES:
+    if name in FOREIGN_SERIES:
         return []
     if name not in known.types:
         return [f"{name or 'a selector without a name'} is not in the catalog"]
@@ -127,60 +139,6 @@ def _grouping_labels(tree: Any) -> list[str]:
 
     promql_parser.walk(tree, visit)
     return labels
-
-
-def dashboard_problems(text: str, known: Known) -> list[str]:
-    """What is wrong with a dashboard's JSON."""
-    document = json.loads(text)
-    found = [] if document.get("schemaVersion") == 39 else ["schemaVersion is not 39"]
-    if not document.get("uid"):
-        found.append("no stable uid")
-    panels = document["panels"]
-    identifiers = [panel["id"] for panel in panels]
-    if len(set(identifiers)) != len(identifiers):
-        found.append("panel ids repeat")
-    for panel in panels:
-        if panel["type"] != "row":
-            found += _panel_problems(panel, known)
-    for annotation in document["annotations"]["list"]:
-        found += _source_problems(f"annotation {annotation['name']!r}", annotation)
-        found += [f"annotation {annotation['name']!r}: {item}" for item in query_problems(annotation["expr"], known)]
-    return found + _overlaps(panels)
-
-
-def _panel_problems(panel: dict[str, Any], known: Known) -> list[str]:
-    where = f"panel {panel.get('title') or panel['id']!r}"
-    found = [f"{where}: no {key}" for key in ("title", "description") if not panel.get(key)]
-    if not panel["fieldConfig"]["defaults"].get("unit"):
-        found.append(f"{where}: no unit")
-    if not panel.get("targets"):
-        found.append(f"{where}: no query")
-    found += _source_problems(where, panel)
-    for target in panel.get("targets", ()):
-        found += _source_problems(where, target)
-        found += [f"{where}: {item}" for item in query_problems(target["expr"], known)]
-    return found
-
-
-def _source_problems(where: str, holder: dict[str, Any]) -> list[str]:
-    wanted = {"type": "prometheus", "uid": "${datasource}"}
-    return [] if holder.get("datasource") == wanted else [f"{where}: the data source is not the dashboard's variable"]
-
-
-def _overlaps(panels: list[dict[str, Any]]) -> list[str]:
-    taken: dict[tuple[int, int], str] = {}
-    found = []
-    for panel in panels:
-        grid = panel["gridPos"]
-        cells = [
-            (x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])
-        ]
-        if grid["x"] + grid["w"] > 24:
-            found.append(f"panel {panel['title']!r} is wider than the dashboard")
-        others = {taken[cell] for cell in cells if cell in taken}
-        found += [f"panel {panel['title']!r} covers {other!r}" for other in sorted(others)]
-        taken.update(dict.fromkeys(cells, panel["title"]))
-    return found
 
 
 def rules_problems(document: dict[str, Any], known: Known, runbooks: Iterable[str]) -> list[str]:

@@ -1,40 +1,36 @@
-"""Panels of a dashboard: grafanalib's models, brought to the schema of a current Grafana.
+"""What a panel shows, in our words; `panel_json` turns it into what Grafana reads.
 
-grafanalib 0.7.1 writes schema 12 and lacks fields that Grafana reads today. Here is what is ours: `Panel`, a
-description of a panel in our words; `render`, which builds it through grafanalib and keeps of its JSON only
-what schema 39 knows; a target with an object data source. Every panel must have title, description and unit.
+Model: a `Panel` has queries (`Target`) and the way they are shown; the functions below build each kind with its
+usual size. A table is a list of `Column`s, each a label or a query of its own, joined by their labels. Every panel
+has title, description and unit; `tests` and `lint` hold that.
 
-Pure; thread-safe.
+Invariants: nothing here knows Grafana's JSON. Immutable, hence thread-safe. Must not: spell a metric name.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from grafanalib import core as grafana
-from grafanalib._gen import DashboardEncoder
+GREEN, YELLOW, ORANGE, RED, BLUE, GREY = "green", "yellow", "orange", "red", "blue", "text"
+STAT_HEIGHT = 4
+PANEL_HEIGHT = 8
 
-DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-GREEN, ORANGE, RED, BLUE = "green", "orange", "red", "blue"
-PANEL_KEYS = (
-    "id", "type", "title", "description", "gridPos", "datasource", "targets", "fieldConfig", "options", "collapsed",
-    "panels", "links", "transparent",
-)  # fmt: skip
-TIMESERIES_CUSTOM_KEYS = (
-    "axisLabel", "axisPlacement", "barAlignment", "drawStyle", "fillOpacity", "gradientMode", "hideFrom",
-    "lineInterpolation", "lineWidth", "pointSize", "showPoints", "spanNulls", "stacking", "thresholdsStyle",
-)  # fmt: skip
+Mapping = tuple[float, str, str]
+"""(value, text, color)."""
 
 
-class Kind:
-    """Panel types in use."""
+class Kind(StrEnum):
+    """Panel types in use: Grafana's own names."""
 
     STAT = "stat"
     TIMESERIES = "timeseries"
     BARGAUGE = "bargauge"
+    TABLE = "table"
+    TIMELINE = "state-timeline"
+    TEXT = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +42,6 @@ class Target:
     instant: bool = False
     format: str = "time_series"
 
-    def to_json(self, reference: str) -> dict[str, Any]:
-        return {
-            "datasource": DATA_SOURCE,
-            "editorMode": "code",
-            "expr": self.expr,
-            "format": self.format,
-            "instant": self.instant,
-            "legendFormat": self.legend,
-            "range": not self.instant,
-            "refId": reference,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -68,26 +52,72 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Panel:
-    """What a panel shows. `mappings` are (value, text, color); `unit` is Grafana's unit id."""
+class Override:
+    """How fields of one name differ from the others. None leaves the panel's own setting."""
 
-    kind: str
+    name: str
+    """Display name of the field; a regular expression where `pattern`."""
+    pattern: bool = False
+    unit: str | None = None
+    color: str | None = None
+    decimals: int | None = None
+    steps: tuple[Step, ...] = ()
+    mappings: tuple[Mapping, ...] = ()
+    colored_cell: bool = False
+    dashed: bool = False
+    link: Link | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Where a click leads."""
+
+    title: str
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of a table: the value of `expr`, or (without one) the label `label` of the rows."""
+
+    title: str
+    label: str = ""
+    expr: str = ""
+    unit: str | None = None
+    decimals: int | None = None
+    steps: tuple[Step, ...] = ()
+    mappings: tuple[Mapping, ...] = ()
+    link: Link | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """What a panel shows; `unit` is Grafana's unit id."""
+
+    kind: Kind
     title: str
     description: str
     unit: str
     width: int
     height: int
-    targets: tuple[Target, ...]
+    targets: tuple[Target, ...] = ()
     steps: tuple[Step, ...] = (Step(color=GREEN),)
-    mappings: tuple[tuple[float, str, str], ...] = ()
+    mappings: tuple[Mapping, ...] = ()
+    overrides: tuple[Override, ...] = ()
+    columns: tuple[Column, ...] = ()
+    sort_by: str = ""
+    """Title of the column by which a table is sorted, largest first."""
+    links: tuple[Link, ...] = ()
     stacked: bool = False
-    name_only: bool = False
-    """A stat that shows the series' name: the answer is a word."""
+    text_mode: str = "auto"
+    """A stat's `name`, `value`, `value_and_name`; `auto` names several values."""
     color_background: bool = False
     decimals: int | None = None
     minimum: float | None = None
+    maximum: float | None = None
     no_value: str = "no data"
-    draw: str = "line"
+    content: str = ""
+    """Markdown of a text panel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,118 +126,56 @@ class Row:
 
     title: str
     panels: tuple[Panel, ...] = field(default_factory=tuple)
+    collapsed: bool = False
 
 
-def render_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """JSON of all panels with ids and grid positions, each row under its header."""
-    rendered: list[dict[str, Any]] = []
-    y = 0
-    for row in rows:
-        header = grafana.RowPanel(title=row.title, id=len(rendered) + 1, gridPos=grafana.GridPos(h=1, w=24, x=0, y=y))
-        rendered.append(_keep(_plain(header), PANEL_KEYS) | {"panels": [], "collapsed": False})
-        x, y, height = 0, y + 1, 0
-        for panel in row.panels:
-            if x + panel.width > 24:
-                x, y, height = 0, y + height, 0
-            position = grafana.GridPos(h=panel.height, w=panel.width, x=x, y=y)
-            rendered.append(render(panel, len(rendered) + 1, position))
-            x, height = x + panel.width, max(height, panel.height)
-        y += height
-    return rendered
+def stat(title: str, description: str, unit: str, width: int, *targets: Target, **rest: Any) -> Panel:
+    """Newest values, large. `rest`: other fields of `Panel`."""
+    rest.setdefault("height", STAT_HEIGHT)
+    return Panel(kind=Kind.STAT, title=title, description=description, unit=unit, width=width, targets=targets, **rest)
 
 
-def render(panel: Panel, identifier: int, position: grafana.GridPos) -> dict[str, Any]:
-    """One panel as schema 39 JSON."""
-    common: dict[str, Any] = {
-        "title": panel.title,
-        "description": panel.description,
-        "id": identifier,
-        "gridPos": position,
-        "dataSource": DATA_SOURCE,
-        "targets": [target.to_json(chr(ord("A") + index)) for index, target in enumerate(panel.targets)],
-        "thresholds": [{"color": step.color, "value": step.value} for step in panel.steps],
-    }
-    value = _keep(_plain(_model(panel, common)), PANEL_KEYS)
-    defaults = value["fieldConfig"]["defaults"]
-    defaults.update(_field_defaults(panel))
-    if panel.kind == Kind.TIMESERIES:
-        defaults["custom"] = _keep(defaults["custom"], TIMESERIES_CUSTOM_KEYS) | {
-            "scaleDistribution": {"type": "linear"}
-        }
-    else:
-        defaults.pop("custom", None)
-    value["fieldConfig"]["defaults"] = {key: item for key, item in defaults.items() if item is not None}
-    return value
-
-
-def _model(panel: Panel, common: dict[str, Any]) -> grafana.Panel:
-    if panel.kind == Kind.STAT:
-        return grafana.Stat(
-            **common,
-            colorMode="background" if panel.color_background else "value",
-            graphMode="none",
-            reduceCalc="lastNotNull",
-            textMode="name" if panel.name_only else "auto",
-        )
-    if panel.kind == Kind.BARGAUGE:
-        return _BarGauge(**common)
-    return grafana.TimeSeries(
-        **common,
-        drawStyle=panel.draw,
-        fillOpacity=70 if panel.stacked else 8,
-        legendPlacement="bottom",
-        stacking={"mode": "normal" if panel.stacked else "none", "group": "A"},
-        tooltipMode="multi",
-        tooltipSort="desc",
+def timeseries(title: str, description: str, unit: str, width: int, *targets: Target, **rest: Any) -> Panel:
+    """Lines over time, or areas where `stacked`."""
+    rest.setdefault("height", PANEL_HEIGHT)
+    return Panel(
+        kind=Kind.TIMESERIES, title=title, description=description, unit=unit, width=width, targets=targets, **rest
     )
 
 
-def _field_defaults(panel: Panel) -> dict[str, Any]:
-    color = "palette-classic" if panel.kind == Kind.TIMESERIES else "thresholds"
-    defaults: dict[str, Any] = {
-        "color": {"mode": color},
-        "decimals": panel.decimals,
-        "mappings": _mappings(panel.mappings),
-        "min": panel.minimum,
-        "noValue": panel.no_value,
-        "unit": panel.unit,
-    }
-    return defaults
-
-
-def _mappings(mappings: Sequence[tuple[float, str, str]]) -> list[dict[str, Any]]:
-    if not mappings:
-        return []
-    options = {
-        f"{value:g}": {"color": color, "index": index, "text": text}
-        for index, (value, text, color) in enumerate(mappings)
-    }
-    return [{"type": "value", "options": options}]
-
-
-class _BarGauge(grafana.Panel):  # type: ignore[misc]  # grafanalib ships no types; its BarGauge writes `fieldOptions`
+def bars(title: str, description: str, unit: str, width: int, *targets: Target, **rest: Any) -> Panel:
     """Bars of the newest values."""
-
-    def to_json_data(self) -> dict[str, Any]:
-        options = {
-            "displayMode": "basic",
-            "minVizHeight": 10,
-            "minVizWidth": 0,
-            "orientation": "vertical",
-            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
-            "showUnfilled": True,
-        }
-        panel: dict[str, Any] = self.panel_json(
-            {"type": Kind.BARGAUGE, "options": options, "fieldConfig": {"defaults": {}, "overrides": []}}
-        )
-        return panel
+    rest.setdefault("height", PANEL_HEIGHT)
+    rest.setdefault("steps", (Step(color=BLUE),))
+    rest.setdefault("minimum", 0)
+    return Panel(
+        kind=Kind.BARGAUGE, title=title, description=description, unit=unit, width=width, targets=targets, **rest
+    )
 
 
-def _plain(model: Any) -> dict[str, Any]:
-    """The model as JSON data: grafanalib leaves nested objects to its encoder."""
-    value: dict[str, Any] = json.loads(json.dumps(model.to_json_data(), cls=DashboardEncoder))
-    return value
+def timeline(title: str, description: str, width: int, *targets: Target, **rest: Any) -> Panel:
+    """One strip a series, colored while the value holds."""
+    rest.setdefault("height", PANEL_HEIGHT)
+    return Panel(
+        kind=Kind.TIMELINE, title=title, description=description, unit="none", width=width, targets=targets, **rest
+    )
 
 
-def _keep(value: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    return {key: value[key] for key in keys if value.get(key) not in (None, [], {})}
+def table(title: str, description: str, width: int, columns: Sequence[Column], **rest: Any) -> Panel:
+    """A row for each combination of the columns' labels."""
+    rest.setdefault("height", PANEL_HEIGHT)
+    targets = tuple(
+        Target(expr=column.expr, legend=column.title, instant=True, format="table") for column in columns if column.expr
+    )
+    return Panel(
+        kind=Kind.TABLE, title=title, description=description, unit="none", width=width, targets=targets,
+        columns=tuple(columns), **rest,
+    )  # fmt: skip
+
+
+def text(title: str, description: str, width: int, content: str, **rest: Any) -> Panel:
+    """Markdown."""
+    rest.setdefault("height", STAT_HEIGHT)
+    return Panel(
+        kind=Kind.TEXT, title=title, description=description, unit="none", width=width, content=content, **rest
+    )

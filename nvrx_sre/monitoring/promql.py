@@ -80,6 +80,18 @@ class Query:
         """Increase of a counter or of a histogram's parts over `window`; extrapolated, hence for pictures only."""
         return self._over_window("increase", metric, by, window, self.series(metric, suffix, **labels))
 
+    def gain(self, metric: Metric, *by: str, window: str, suffix: str = "", **labels: str | Sequence[str]) -> str:
+        """What a counter or a histogram's part gained within `window`: whole numbers, never extrapolated.
+
+        A run's counters go on where its last launcher stopped, so the difference of the extremes over all pods is
+        exact where a sum or a maximum of `increase` over pods is not.
+        """
+        if metric.type not in CUMULATIVE:
+            raise InternalError(f"gain of {metric.name}, which is a {metric.type}")
+        series = f"{self.series(metric, suffix, **labels)}[{window}]"
+        keys = self.keys(*_checked(metric, by))
+        return f"(max by {keys} (max_over_time({series})) - min by {keys} (min_over_time({series})))"
+
     def _over_window(self, function: str, metric: Metric, by: Sequence[str], window: str, selector: str) -> str:
         if metric.type not in CUMULATIVE:
             raise InternalError(f"{function} of {metric.name}, which is a {metric.type}")

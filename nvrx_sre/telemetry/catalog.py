@@ -37,6 +37,7 @@ from nvrx_sre.goodput.ratios import GoodputKind as GoodputKind
 from nvrx_sre.goodput.verdict import RunState as RunState
 from nvrx_sre.telemetry.labels import Component as Component
 from nvrx_sre.telemetry.labels import FreshProgress as FreshProgress
+from nvrx_sre.telemetry.labels import IncidentOutcome as IncidentOutcome
 from nvrx_sre.telemetry.labels import MemoryKind as MemoryKind
 from nvrx_sre.telemetry.labels import NodeCount as NodeCount
 from nvrx_sre.telemetry.labels import RankMetrics as RankMetrics
@@ -234,6 +235,13 @@ INCIDENTS_DEGRADED = _counter(
     "nvrx_incidents_degraded_total",
     Unit.COUNT,
     "Incidents that recovered with a smaller world, from an older checkpoint or with a large rollback.",
+)
+INCIDENT_OUTCOMES = _counter(
+    "nvrx_incident_outcomes_total",
+    Unit.COUNT,
+    "Incidents by the fault that opened them, counted at their opening and at their end; the difference is open.",
+    _FAULT,
+    _label("outcome", IncidentOutcome),
 )
 INCIDENT_OPENED = _gauge(
     "nvrx_incident_opened_timestamp_seconds", Unit.TIMESTAMP, "First fault of the open incident; 0 when none is open."

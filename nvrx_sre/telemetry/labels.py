@@ -18,6 +18,14 @@ class RestartOutcome(StrEnum):
     STOPPED = "stopped"
 
 
+class IncidentOutcome(StrEnum):
+    """Opened, and how it ended: with progress, or with the run."""
+
+    OPENED = "opened"
+    RECOVERED = "recovered"
+    EXHAUSTED = "exhausted"
+
+
 class SaveOutcome(StrEnum):
     """How a due save ended. `committed` counts hot captures sealed by a rank set, durable saves renamed."""
 

@@ -1,0 +1,58 @@
+"""Panels and queries that several dashboards share: percentiles, distributions, targets.
+
+Pure. Must not: spell a metric name.
+"""
+
+from __future__ import annotations
+
+from nvrx_sre.monitoring.panels import Column, Panel, Target, bars, table
+from nvrx_sre.monitoring.promql import Query
+from nvrx_sre.telemetry.metric import Metric
+
+RATE_WINDOW = "$__rate_interval"
+RANGE = "$__range"
+MIN_SAMPLES = 20
+"""Below this many samples the 95th percentile is the maximum or one below it: it is not shown."""
+PERCENTAGE = "percentunit"
+
+
+def now(expr: str, legend: str) -> Target:
+    """The newest value."""
+    return Target(expr=expr, legend=legend, instant=True)
+
+
+def course(expr: str, legend: str) -> Target:
+    """The values over the dashboard's time range."""
+    return Target(expr=expr, legend=legend)
+
+
+def quantile(q: Query, share: float, metric: Metric, *by: str) -> str:
+    """Quantile of what `metric` observed in the time range, interpolated within buckets; hidden where one beyond the
+    median would rest on fewer than `MIN_SAMPLES` samples."""
+    buckets = q.gain(metric, *by, "le", window=RANGE, suffix="bucket")
+    value = f"histogram_quantile({share:g}, {buckets})"
+    if share <= 0.5:
+        return value
+    return f"{value} and {q.gain(metric, *by, window=RANGE, suffix='count')} >= {MIN_SAMPLES}"
+
+
+def percentiles(q: Query, title: str, description: str, metric: Metric, most: Metric | None, *by: str) -> Panel:
+    """A table of `metric` in the time range: count, median, 95th percentile; and `most`, the largest of the run."""
+    unit = "s" if metric.unit == "seconds" else "none"
+    columns = [Column(title=label.capitalize(), label=label) for label in by]
+    columns += [
+        Column(title="Count", expr=q.gain(metric, *by, window=RANGE, suffix="count"), decimals=0),
+        Column(title="p50", expr=quantile(q, 0.5, metric, *by), unit=unit, decimals=2),
+        Column(title="p95", expr=quantile(q, 0.95, metric, *by), unit=unit, decimals=2),
+    ]
+    if most is not None:
+        columns.append(Column(title="Max so far", expr=q.latest(most, *by), unit=unit, decimals=2))
+    note = f" In the chosen time range; the 95th percentile is hidden below {MIN_SAMPLES} samples."
+    return table(title, description + note, 12, columns)
+
+
+def distribution(q: Query, title: str, description: str, width: int, metric: Metric, **labels: str) -> Panel:
+    """Bars: how many samples fell into each bucket in the time range."""
+    buckets = q.gain(metric, "le", window=RANGE, suffix="bucket", **labels)
+    target = Target(expr=f"sum by (le) ({buckets})", legend="{{le}}", instant=True, format="heatmap")
+    return bars(title, description, "none", width, target, decimals=0)

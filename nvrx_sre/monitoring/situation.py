@@ -1,0 +1,158 @@
+"""The situation of a run as one number, which dashboards show as a word: what a person on call asks first.
+
+Model: an `or` chain of conditions, the more certain one first; each is a vector over the aggregation key that holds
+the number of its `Situation`. Numbers rise with how bad it is, so that a table sorted by them has the worst run on
+top. What a dead launcher said last is remembered for `MEMORY_S`: a run whose pod is gone keeps its word.
+
+- crash loop: as many attempts without progress as the run's own limit allows.
+- stuck in rendezvous: in it for half its deadline, beyond which the launcher itself acts.
+- stalled: no step, new or redone, for longer than the deadline of the phase in force allows: the watchdog should have
+  acted and did not.
+- silent: no live series, though the run has not ended.
+
+Pure. Must not: spell a metric name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from nvrx_sre.monitoring.panels import BLUE, GREEN, ORANGE, RED, Mapping
+from nvrx_sre.monitoring.promql import Query, duration
+from nvrx_sre.telemetry import catalog
+
+MEMORY_S = 86_400.0
+"""How long the last sample of a run is shown: a night and a morning."""
+STUCK_RATIO = 0.5
+"""Share of the rendezvous deadline: a formation takes seconds, at the deadline the launcher acts."""
+STALLED_RATIO = 1.5
+"""Over the phase's deadline: room for the launcher's own reaction and two scrapes."""
+CRASH_LOOP_LIMIT = "caps.crash_loop_attempts"
+FLAPPING_WINDOW = "30m"
+
+
+class Situation(IntEnum):
+    """Worse is higher."""
+
+    FINISHED = 0
+    TRAINING = 1
+    STARTING = 2
+    PREEMPTED = 3
+    RECOVERING = 4
+    FLAPPING = 5
+    SILENT = 6
+    STALLED = 7
+    RENDEZVOUS_STUCK = 8
+    CRASH_LOOP = 9
+    FAILED = 10
+    HALTED = 11
+
+
+WORDS: tuple[Mapping, ...] = (
+    (Situation.FINISHED, "finished", BLUE),
+    (Situation.TRAINING, "training", GREEN),
+    (Situation.STARTING, "starting", BLUE),
+    (Situation.PREEMPTED, "preempted", BLUE),
+    (Situation.RECOVERING, "recovering", ORANGE),
+    (Situation.FLAPPING, "flapping", ORANGE),
+    (Situation.SILENT, "launcher silent", RED),
+    (Situation.STALLED, "stalled", RED),
+    (Situation.RENDEZVOUS_STUCK, "stuck in rendezvous", RED),
+    (Situation.CRASH_LOOP, "crash loop", RED),
+    (Situation.FAILED, "failed", RED),
+    (Situation.HALTED, "halted", RED),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signals:
+    """Expressions over one run that several panels use."""
+
+    q: Query
+
+    @property
+    def entered(self) -> str:
+        """Entry times of the run's states, remembered."""
+        return self.q.latest(catalog.RUN_STATE_ENTERED, "state", memory_s=MEMORY_S)
+
+    @property
+    def current(self) -> str:
+        """Entry time of the current state, with its label."""
+        newest = self.q.latest(catalog.RUN_STATE_ENTERED, memory_s=MEMORY_S)
+        return f"({self.entered} == on {self.q.keys()} group_left () {newest})"
+
+    def within(self, *states: str) -> str:
+        """Entry time of the current state where it is one of `states`."""
+        one = self.q.latest(catalog.RUN_STATE_ENTERED, memory_s=MEMORY_S, state=states)
+        return f"({one} == {self.q.latest(catalog.RUN_STATE_ENTERED, memory_s=MEMORY_S)})"
+
+    @property
+    def opened(self) -> str:
+        """When the open incident began, nothing without one."""
+        return f"(({self.q.live(catalog.INCIDENT_OPENED, memory_s=MEMORY_S)}) > 0)"
+
+    @property
+    def attempts(self) -> str:
+        """Attempts of the open incident."""
+        return f"({self.q.live(catalog.INCIDENT_ATTEMPTS, memory_s=MEMORY_S)})"
+
+    @property
+    def last_new_step(self) -> str:
+        """When the newest new step was committed."""
+        return self.q.latest(catalog.LAST_NEW_STEP, memory_s=MEMORY_S)
+
+    @property
+    def deadline(self) -> str:
+        """Progress deadline of the phase in force; that of a step where the phase has none."""
+        limits = self.q.latest(catalog.PHASE_DEADLINE, "phase", memory_s=MEMORY_S)
+        phases = self.q.latest(catalog.PHASE_ENTERED, "phase", memory_s=MEMORY_S)
+        newest = self.q.latest(catalog.PHASE_ENTERED, memory_s=MEMORY_S)
+        step = self.q.latest(catalog.PHASE_DEADLINE, memory_s=MEMORY_S, phase="step")
+        keys = self.q.keys()
+        in_force = (
+            f"max by {keys} ({limits} and on {self.q.keys('phase')} ({phases} == on {keys} group_left () {newest}))"
+        )
+        return f"({in_force} or {step})"
+
+    @property
+    def idle_since(self) -> str:
+        """The later of: newest step, new or redone; entry into the phase in force."""
+        steps = self.q.latest(catalog.LAST_STEP, memory_s=MEMORY_S)
+        phases = self.q.latest(catalog.PHASE_ENTERED, "phase", memory_s=MEMORY_S)
+        return f"max by {self.q.keys()} ({steps} or {phases})"
+
+    @property
+    def halted(self) -> str:
+        """When the run was halted, nothing while it is not."""
+        return f"(({self.q.live(catalog.HALTED_TIMESTAMP, memory_s=MEMORY_S)}) > 0)"
+
+
+def situation(q: Query) -> str:
+    """The number of each run's `Situation`."""
+    signals = Signals(q=q)
+    limit = q.latest(catalog.LIMIT, memory_s=MEMORY_S, limit=CRASH_LOOP_LIMIT)
+    stuck = f"{STUCK_RATIO} * {q.latest(catalog.PHASE_DEADLINE, memory_s=MEMORY_S, phase='rendezvous')}"
+    live = q.latest(catalog.RUN_STATE_ENTERED)
+    flapping = q.gain(catalog.INCIDENTS, window=FLAPPING_WINDOW, verdict="flapping")
+    overdue = f"(time() - {signals.idle_since} > {STALLED_RATIO} * {signals.deadline})"
+    conditions = {
+        Situation.FINISHED: signals.within("finished"),
+        Situation.HALTED: f"({signals.halted} and {signals.within('halted')})",
+        Situation.FAILED: signals.within("failed"),
+        Situation.PREEMPTED: signals.within("preempted"),
+        Situation.CRASH_LOOP: f"({signals.opened} and {signals.attempts} >= ({limit} > 0))",
+        Situation.SILENT: f"({q.latest(catalog.RUN_STATE_ENTERED, memory_s=MEMORY_S)} unless {live})",
+        Situation.RENDEZVOUS_STUCK: f"(time() - {signals.within('rendezvous')} > {stuck})",
+        Situation.STALLED: overdue,
+        Situation.FLAPPING: f"({flapping} > 0)",
+        Situation.RECOVERING: signals.opened,
+        Situation.STARTING: signals.within("starting", "rendezvous", "restoring"),
+        Situation.TRAINING: q.latest(catalog.RUN_STATE_ENTERED),
+    }
+    return "\nor\n".join(f"{condition} * 0 + {number:d}" for number, condition in conditions.items())
+
+
+def memory() -> str:
+    """`MEMORY_S` as PromQL writes it."""
+    return duration(MEMORY_S)
