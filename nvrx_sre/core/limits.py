@@ -6,7 +6,9 @@ here reads a clock or the environment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from nvrx_sre.core.errors import UserError
 
@@ -43,6 +45,15 @@ class CapLimits:
     """Window of `flapping_faults` (seconds)."""
     crash_loop_attempts: int = 3
     """Attempts without progress from which the verdict is `crash_loop`."""
+
+    def updated(self, limits: Mapping[str, float]) -> CapLimits:
+        """These caps with those that `limits` (as in `Limits.flattened`) names; the back-off stays."""
+        changes: dict[str, Any] = {
+            item.name: type(getattr(self, item.name))(limits[f"caps.{item.name}"])
+            for item in fields(self)
+            if f"caps.{item.name}" in limits and item.name != "backoff_s"
+        }
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +113,10 @@ class TelemetryLimits:
 
     journal_queue_records: int = 65_536
     """Records waiting for the journal's thread; beyond it records are dropped and counted."""
+    journal_segment_bytes: int = 16 * 1024 * 1024
+    """A segment of the journal beyond this is closed; the next one begins with a snapshot. Replay reads one segment."""
+    journal_segments: int = 256
+    """Segments kept; the oldest are deleted. 4 GiB, about three months of a run that records a step a second."""
     step_aggregate_s: float = 1.0
     """Longest span of steps that one `StepsCommitted` covers (seconds)."""
     metrics_linger_s: float = 65.0

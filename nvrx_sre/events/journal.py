@@ -1,11 +1,14 @@
 """The journal: every record, append-only, one JSON line each. What a run is rebuilt from.
 
 `DIRECTORY/<epoch, 8 digits>-<segment, 6 digits>.jsonl`; the first line of a segment is a header
-`{"schema", "run", "epoch"}`. The writer has a thread of its own and a bounded queue: `append` never blocks
-and never raises; what does not fit is dropped and counted. `sync` is a barrier: True means that everything
-appended before is on the disk (fsync). After a failed write the writer goes on in a new segment and writes
-the batch again, so a torn line is always the last of its segment; readers drop lines that repeat a
-sequence number.
+`{"schema", "run", "epoch"}`. A segment that is full is closed by its owner with `rotate`: the next one begins
+with a second line `{"snapshot", "last"}`, the state of the folds after the record `last`, so that a replay reads
+the newest snapshot that fits and what follows it, however long the run is. Old segments are kept up to a limit.
+
+The writer has a thread of its own and a bounded queue: `append` never blocks and never raises; what does not fit
+is dropped and counted. `sync` is a barrier: True means that everything appended before is on the disk (fsync).
+After a failed write the writer goes on in a new segment and writes the batch again, so a torn line is always the
+last of its segment; readers drop lines that repeat a sequence number.
 
 Thread safety: `append`, `sync`, `close` from any thread. One writer an epoch; readers at any time.
 Must not: change control flow when the disk is full, slow or gone.
@@ -20,21 +23,30 @@ import os
 import re
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE, fsync_directory, make_private_directory
+from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.limits import TelemetryLimits
 from nvrx_sre.events.codec import from_dict, to_dict
 from nvrx_sre.events.schema import SCHEMA_VERSION, Record
 
 SEGMENT_NAME = re.compile(r"(\d{8})-(\d{6})\.jsonl")
-MAX_SEGMENT_BYTES = 64 * 1024 * 1024
-"""A segment beyond this is closed and the next one begun."""
 MAX_BATCH_RECORDS = 1024
 """Records written with one system call."""
 RETRY_S = 0.5
 """Wait between attempts while the disk refuses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """State of the folds after the record (epoch, seq) `last`. `folds`: as taken by `events.snapshot`."""
+
+    last: tuple[int, int]
+    folds: dict[str, Any]
 
 
 class JournalWriter:
@@ -44,8 +56,8 @@ class JournalWriter:
         self._directory = directory
         self._run = run
         self._epoch = epoch
-        self._capacity = (limits or TelemetryLimits()).journal_queue_records
-        self._queue: deque[Record] = deque()
+        self._limits = limits or TelemetryLimits()
+        self._queue: deque[Record | Snapshot] = deque()
         self._changed = threading.Condition()
         self._num_appended = 0
         self._num_written = 0
@@ -55,6 +67,8 @@ class JournalWriter:
         self._descriptor = -1
         self._segment_bytes = 0
         self._failed = False
+        self._rotating = False
+        self.num_segments = 0
         self.num_dropped = 0
         self.num_errors = 0
         self.last_error = ""
@@ -64,13 +78,26 @@ class JournalWriter:
     def append(self, record: Record) -> bool:
         """Queue `record`; False if it was dropped (and counted). Never blocks, never raises."""
         with self._changed:
-            if self._closing or len(self._queue) >= self._capacity:
+            if self._closing or len(self._queue) >= self._limits.journal_queue_records:
                 self.num_dropped += 1
                 return False
             self._queue.append(record)
             self._num_appended += 1
             self._changed.notify_all()
             return True
+
+    @property
+    def is_full(self) -> bool:
+        """The segment has reached its size: its owner should `rotate`."""
+        return self._segment_bytes > self._limits.journal_segment_bytes and not self._rotating
+
+    def rotate(self, snapshot: Snapshot) -> None:
+        """Begin a new segment with `snapshot`, which holds everything appended so far. Never blocks."""
+        with self._changed:
+            self._rotating = True
+            self._queue.append(snapshot)
+            self._num_appended += 1
+            self._changed.notify_all()
 
     def sync(self, timeout_s: float) -> bool:
         """Wait until everything appended so far is on the disk; False if that took longer than `timeout_s`."""
@@ -100,11 +127,17 @@ class JournalWriter:
                 if self._closing and (self._failed or not self._queue):
                     self.num_dropped += len(self._queue)
                     break
-                batch = list(itertools.islice(self._queue, MAX_BATCH_RECORDS))
+                batch = self._next_batch()
                 sync_wanted = self._sync_wanted > self._num_synced
             self._turn(batch, sync_wanted)
         with contextlib.suppress(OSError):
             self._close_segment()
+
+    def _next_batch(self) -> list[Record | Snapshot]:
+        """Records up to the next snapshot, which is a batch of its own."""
+        batch = list(itertools.islice(self._queue, MAX_BATCH_RECORDS))
+        at = next((index for index, item in enumerate(batch) if isinstance(item, Snapshot)), len(batch))
+        return batch[: max(1, at)]
 
     def _has_work(self) -> bool:
         """Something to do; after a failure only the retry's timeout or the end counts."""
@@ -112,11 +145,11 @@ class JournalWriter:
             return self._closing
         return bool(self._queue) or self._sync_wanted > self._num_synced
 
-    def _turn(self, batch: list[Record], sync_wanted: bool) -> None:
+    def _turn(self, batch: list[Record | Snapshot], sync_wanted: bool) -> None:
         """Write `batch`, then sync if it was asked for; on failure the batch stays queued."""
         try:
             if batch:
-                self._write(b"".join(self._line(record) for record in batch))
+                self._write_batch(batch)
                 with self._changed:
                     for _ in batch:
                         self._queue.popleft()
@@ -134,9 +167,23 @@ class JournalWriter:
                 self._num_synced = self._num_written
                 self._changed.notify_all()
 
+    def _write_batch(self, batch: list[Record | Snapshot]) -> None:
+        first = batch[0]
+        if isinstance(first, Snapshot):
+            self._close_segment()
+            self._open_segment()
+            self._write(_json_line({"snapshot": first.folds, "last": list(first.last)}))
+            os.fsync(self._descriptor)
+            self._rotating = False
+            self._delete_old_segments()
+            return
+        if self._descriptor < 0:
+            self._open_segment()
+        self._write(b"".join(self._line(record) for record in batch if isinstance(record, Record)))
+
     def _line(self, record: Record) -> bytes:
         try:
-            return json.dumps(to_dict(record), default=str).encode() + b"\n"
+            return _json_line(to_dict(record))
         except (TypeError, ValueError) as error:
             self._note(f"record {record.seq} cannot be written: {error}", failed=False)
             return b""
@@ -148,10 +195,6 @@ class JournalWriter:
             self._failed = failed or self._failed
 
     def _write(self, content: bytes) -> None:
-        if self._descriptor >= 0 and self._segment_bytes > MAX_SEGMENT_BYTES:
-            self._close_segment()
-        if self._descriptor < 0:
-            self._open_segment()
         view = memoryview(content)
         while view:
             written = os.write(self._descriptor, view)
@@ -160,13 +203,21 @@ class JournalWriter:
 
     def _open_segment(self) -> None:
         make_private_directory(self._directory)
-        taken = [segment for epoch, segment, _ in _segments(self._directory) if epoch == self._epoch]
+        existing = segments(self._directory)
+        taken = [segment for epoch, segment, _ in existing if epoch == self._epoch]
+        self.num_segments = len(existing) + 1
         path = self._directory / f"{self._epoch:08d}-{max(taken, default=0) + 1:06d}.jsonl"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, PRIVATE_FILE_MODE)
         self._segment_bytes = 0
         header = {"schema": SCHEMA_VERSION, "run": self._run, "epoch": self._epoch}
         os.write(self._descriptor, json.dumps(header).encode() + b"\n")
         fsync_directory(self._directory)
+
+    def _delete_old_segments(self) -> None:
+        """Called once a snapshot that makes up for them is on disk."""
+        for _, _, path in segments(self._directory)[: -self._limits.journal_segments]:
+            path.unlink(missing_ok=True)
+            self.num_segments -= 1
 
     def _close_segment(self, *, sync: bool = True) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -178,34 +229,92 @@ class JournalWriter:
                 os.close(descriptor)
 
 
-class JournalReader:
-    """Reads all epochs in order. `num_bad_lines` counts lines that are no record, torn last lines included."""
+def _json_line(value: Any) -> bytes:
+    return json.dumps(value, default=str).encode() + b"\n"
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+
+Fits = Callable[[Mapping[str, Any]], bool]
+"""Whether a snapshot's folds are usable."""
+
+
+def begin_at(directory: Path, fits: Fits | None) -> tuple[Snapshot | None, list[Path]]:
+    """The newest snapshot whose folds fit and the segments from there on; without one, all segments.
+
+    Raises `UserError` for a segment of a newer version.
+    """
+    paths = [path for _, _, path in segments(directory)]
+    if fits is None:
+        return None, paths
+    for index in reversed(range(len(paths))):
+        with open(paths[index], "rb") as file:
+            check_header(file.readline(), paths[index])
+            found = parse_snapshot(file.readline())
+        if found is not None and fits(found.folds):
+            return found, paths[index:]
+    return None, paths
+
+
+class JournalReader:
+    """Reads all epochs in order. `num_bad_lines` counts lines that are no record, torn last lines included.
+
+    With `fits` it begins at the newest snapshot whose folds that function accepts: `snapshot` is that one, and only
+    the records after it are read; None if there is none. Raises `UserError` for a journal of a newer version, at
+    construction or while reading.
+    """
+
+    def __init__(self, directory: Path, *, fits: Fits | None = None) -> None:
         self.num_bad_lines = 0
+        self.snapshot, self._paths = begin_at(directory, fits)
 
     def __iter__(self) -> Iterator[Record]:
-        last = (0, -1)
-        for _, _, path in _segments(self._directory):
+        last = (0, -1) if self.snapshot is None else self.snapshot.last
+        for path in self._paths:
             with open(path, "rb") as file:
-                file.readline()  # the header
+                check_header(file.readline(), path)
                 for line in file:
-                    record = self._parse(line)
+                    record = parse_record(line)
                     if record is None:
-                        self.num_bad_lines += 1
+                        self.num_bad_lines += not line.startswith(_SNAPSHOT_BEGIN)
                     elif (record.epoch, record.seq) > last:
                         last = (record.epoch, record.seq)
                         yield record
 
-    @staticmethod
-    def _parse(line: bytes) -> Record | None:
-        if not line.endswith(b"\n"):
-            return None
-        try:
-            return from_dict(json.loads(line))
-        except (ValueError, AttributeError, TypeError):
-            return None
+
+_SNAPSHOT_BEGIN = b'{"snapshot":'
+
+
+def check_header(line: bytes, path: Path) -> None:
+    """Raise `UserError` if the segment at `path` was written by a newer version. A torn header is no error."""
+    try:
+        schema = int(json.loads(line)["schema"])
+    except (ValueError, TypeError, KeyError):
+        return
+    if schema > SCHEMA_VERSION:
+        raise UserError(
+            f"journal {path} has version {schema}, this nvrx-sre reads up to {SCHEMA_VERSION}: use a newer nvrx-sre"
+        )
+
+
+def parse_snapshot(line: bytes) -> Snapshot | None:
+    """The snapshot that a segment's second line holds, None if it is none or torn."""
+    if not line.startswith(_SNAPSHOT_BEGIN) or not line.endswith(b"\n"):
+        return None
+    try:
+        value = json.loads(line)
+        epoch, seq = value["last"]
+        return Snapshot(last=(int(epoch), int(seq)), folds=dict(value["snapshot"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def parse_record(line: bytes) -> Record | None:
+    """The record of a line, None if it is none or torn."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return from_dict(json.loads(line))
+    except (ValueError, AttributeError, TypeError):
+        return None
 
 
 def read_journal(directory: Path) -> Iterator[Record]:
@@ -220,7 +329,7 @@ def repair(directory: Path) -> int:
     """Cut torn last lines off; returns the number of bytes dropped. For the start of a launcher only."""
     if not directory.is_dir():
         return 0
-    return sum(_cut_torn_line(path) for _, _, path in _segments(directory))
+    return sum(_cut_torn_line(path) for _, _, path in segments(directory))
 
 
 def _cut_torn_line(path: Path) -> int:
@@ -234,7 +343,7 @@ def _cut_torn_line(path: Path) -> int:
         return len(content) - keep
 
 
-def _segments(directory: Path) -> list[tuple[int, int, Path]]:
+def segments(directory: Path) -> list[tuple[int, int, Path]]:
     """(epoch, segment, path) in order."""
     found = ((SEGMENT_NAME.fullmatch(path.name), path) for path in directory.iterdir())
     return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)

@@ -2,8 +2,9 @@
 
 Model: a fold derives from `Snapshotted` and names the attributes that are its state; `take` turns several folds
 into one JSON-ready value, `put_back` fills fresh folds from it. Values may be JSON scalars, lists, tuples, sets,
-deques, dicts, closed sets (enums), dataclasses marked `@stored`, and further folds. `shape` is a digest of what is
-stored: a snapshot of another shape is not used, the journal is then read from its beginning.
+deques, dicts, closed sets (enums), dataclasses that the fold names in `STORED`, and further folds. Each fold is
+stored with the digest of its shape: a snapshot of another version of it does not fit, and the journal is read from
+its beginning.
 
 Invariants: `put_back(take(x))` into a fresh fold gives the same fold; nothing is ever unpickled or evaluated.
 Not thread-safe: the caller holds the lock that the folds change under.
@@ -17,7 +18,7 @@ import inspect
 from collections import deque
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from nvrx_sre.events import kinds
 from nvrx_sre.events.schema import SCHEMA_VERSION
@@ -25,53 +26,62 @@ from nvrx_sre.events.schema import SCHEMA_VERSION
 SNAPSHOT_VERSION = 1
 """To be raised when a stored attribute keeps its name and changes its meaning."""
 
-_Stored = TypeVar("_Stored", bound=type)
 _CLASSES: dict[str, type] = {
     name: item for name, item in vars(kinds).items() if inspect.isclass(item) and issubclass(item, Enum)
 }
-
-
-def stored(cls: _Stored) -> _Stored:
-    """Mark a dataclass or an enum as storable inside a fold's state. Names must be unique."""
-    assert _CLASSES.setdefault(cls.__name__, cls) is cls, f"two stored classes are called {cls.__name__}"
-    return cls
 
 
 class Snapshotted:
     """A fold whose state can be taken and put back. `STATE` names the attributes; all else is derived."""
 
     STATE: ClassVar[tuple[str, ...]] = ()
+    STORED: ClassVar[tuple[type, ...]] = ()
+    """Dataclasses and enums in the state, beside those of `events.kinds`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for item in cls.STORED:
+            assert _CLASSES.setdefault(item.__name__, item) is item, f"two stored classes are {item.__name__}"
+
+    def version(self) -> str:
+        """What else the stored state depends on, such as a catalog."""
+        return ""
 
 
 def take(folds: Mapping[str, Snapshotted]) -> dict[str, Any]:
     """State of all folds, JSON-ready. Independent of them: what happens later does not show in it."""
-    return {name: _state(fold) for name, fold in folds.items()}
+    return {name: {"shape": shape(fold), "state": _state(fold)} for name, fold in folds.items()}
+
+
+def fits(folds: Mapping[str, Snapshotted], value: Mapping[str, Any]) -> bool:
+    """`value` holds the state of all these folds, in their present shape."""
+    stored_folds = {name: item.get("shape") for name, item in value.items() if isinstance(item, dict)}
+    return all(stored_folds.get(name) == shape(fold) for name, fold in folds.items())
 
 
 def put_back(folds: Mapping[str, Snapshotted], value: Mapping[str, Any]) -> None:
     """Fill fresh folds. Raises `ValueError` for a value that is no snapshot of these folds; they are spoilt then."""
     try:
         for name, fold in folds.items():
-            _put_back(fold, value[name])
+            _put_back(fold, value[name]["state"])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"not a snapshot of this version: {error!r}") from error
 
 
-def shape(folds: Mapping[str, Snapshotted]) -> str:
-    """Digest of what `take` stores for these folds."""
-    described = [SCHEMA_VERSION, SNAPSHOT_VERSION, [(name, _shape(fold)) for name, fold in sorted(folds.items())]]
-    classes = [
-        (name, [item.name for item in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else [])
-        for name, cls in sorted(_CLASSES.items())
-    ]
-    return hashlib.sha256(repr((described, classes)).encode()).hexdigest()[:16]
+def shape(fold: Snapshotted) -> str:
+    """Digest of what is stored for the fold: the names of its state and of what is in it."""
+    described = [SCHEMA_VERSION, SNAPSHOT_VERSION, fold.version(), _names(fold)]
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
 
-def _shape(fold: Snapshotted) -> list[Any]:
-    return [
-        (name, _shape(value) if isinstance(value, Snapshotted) else "")
-        for name, value in ((name, getattr(fold, name)) for name in fold.STATE)
-    ]
+def _names(fold: Snapshotted) -> list[Any]:
+    inner = [(name, getattr(fold, name)) for name in fold.STATE]
+    classes = [(item.__name__, [field.name for field in _fields(item)]) for item in fold.STORED]
+    return [classes, *((name, _names(item) if isinstance(item, Snapshotted) else "") for name, item in inner)]
+
+
+def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
 
 
 def _state(fold: Snapshotted) -> dict[str, Any]:

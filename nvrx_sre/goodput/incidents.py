@@ -40,6 +40,7 @@ from nvrx_sre.events.schema import (
     Record,
     Verdict,
 )
+from nvrx_sre.events.snapshot import Snapshotted
 from nvrx_sre.goodput.verdict import ends_incident, verdict_open, verdict_recovered
 
 MAX_CLOSED = 1000
@@ -103,17 +104,26 @@ class Incident:
         return 0 if restored is None else max(0, self.first_high_water - restored)
 
 
-class IncidentTracker:
-    """Fold of records into incidents. `open` is the current one or None, `closed` the ended ones."""
+class IncidentTracker(Snapshotted):
+    """Fold of records into incidents. `open` is the current one or None, `closed` the ended ones.
+
+    `caps` are those of the constructor until the run's own are on record.
+    """
+
+    STATE = (
+        *("caps", "open", "closed", "num_opened", "num_closed", "_recovered_ns", "_last_commit_ns"),
+        *("_configured_world", "_save_every_steps", "_verified_step"),
+    )
+    STORED = (Incident, CapLimits)
 
     def __init__(self, run: str, caps: CapLimits | None = None) -> None:
         self._run = run
-        self._caps = caps or CapLimits()
+        self.caps = caps or CapLimits()
         self.open: Incident | None = None
         self.closed: deque[Incident] = deque(maxlen=MAX_CLOSED)
         self.num_opened = 0
         self.num_closed = 0
-        self._recovered_ns: deque[int] = deque(maxlen=self._caps.flapping_faults)
+        self._recovered_ns: deque[int] = deque(maxlen=self.caps.flapping_faults)
         self._last_commit_ns: int | None = None
         self._configured_world = 0
         self._save_every_steps = 0
@@ -139,6 +149,8 @@ class IncidentTracker:
     def _on_run_started(self, _: Record, event: schema.RunStarted) -> list[FollowUp]:
         self._configured_world = event.nproc
         self._save_every_steps = event.save_every_steps
+        self.caps = self.caps.updated(event.limits)
+        self._recovered_ns = deque(self._recovered_ns, maxlen=self.caps.flapping_faults)
         return []
 
     def _on_fault_detected(self, record: Record, event: schema.FaultDetected) -> list[FollowUp]:
@@ -167,7 +179,7 @@ class IncidentTracker:
             incident.resumed_ns = incident.first_step_started_ns = None
         incident.attempt_ns.append(evidence_ns)
         del incident.attempt_ns[:-100]
-        incident.verdict = verdict_open(incident.attempts, self._caps)
+        incident.verdict = verdict_open(incident.attempts, self.caps)
         return []
 
     def _on_restart_decided(self, record: Record, event: schema.RestartDecided) -> list[FollowUp]:
@@ -243,7 +255,7 @@ class IncidentTracker:
         if incident is None or incident.resumed_ns is None or safe_step <= incident.high_water:
             return []
         self._recovered_ns.append(incident.opened_ns)
-        return [self._close(verdict_recovered(self._recovered_ns, now_ns, self._caps), now_ns)]
+        return [self._close(verdict_recovered(self._recovered_ns, now_ns, self.caps), now_ns)]
 
     def _on_run_finished(self, record: Record, event: schema.RunFinished) -> list[FollowUp]:
         if self.open is None:

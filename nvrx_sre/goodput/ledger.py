@@ -24,6 +24,7 @@ from nvrx_sre.core.clock import seconds, to_ns
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Action, LedgerState, Phase, Record, StepKind, Tier
+from nvrx_sre.events.snapshot import Snapshotted
 from nvrx_sre.goodput.ratios import FirstExecutions, GoodputKind, StepReference, ratios
 
 
@@ -64,8 +65,15 @@ _AFTER_EXIT = {
 }
 
 
-class Ledger:
+class Ledger(Snapshotted):
     """Fold of records into seconds per state. `now_ns` arguments are wall time (ns since the epoch)."""
+
+    STATE = (
+        *("_booked_ns", "_rank_ns", "_start_ns", "_cursor_ns", "_now_ns", "_epoch", "_activities", "_idle"),
+        *("_tearing_down", "_backoff_until_ns", "_draining_ns", "_ended", "_finished", "_nproc", "_world_size"),
+        *("_high_water", "_next_step", "_new_tokens", "_first", "_reference"),
+    )
+    STORED = (_Activity,)
 
     def __init__(self) -> None:
         self._booked_ns: dict[LedgerState, int] = dict.fromkeys(LedgerState, 0)

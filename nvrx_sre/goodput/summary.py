@@ -13,6 +13,7 @@ from typing import Any
 from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, StepKind, Tier
+from nvrx_sre.events.snapshot import Snapshotted
 from nvrx_sre.goodput.incidents import Incident, IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 
@@ -39,8 +40,13 @@ def incident_row(incident: Incident) -> dict[str, Any]:
     }
 
 
-class SummaryFold:
+class SummaryFold(Snapshotted):
     """Fold of records into the summary."""
+
+    STATE = (
+        *("_exit_code", "_world_size", "_step", "_redone", "_loss", "_result", "_saves", "_blocking_s"),
+        *("_mismatches", "_num_events"),
+    )
 
     def __init__(
         self,

@@ -184,6 +184,10 @@ class SeriesFold(Snapshotted):
         self._checkpoints = CheckpointSeries(self.values)
         self._phases = PhaseSeries(self.values)
 
+    def version(self) -> str:
+        """Values are those of this catalog."""
+        return catalog.VERSION
+
     def apply(self, record: Record) -> None:
         """Fold one record."""
         if not self._run.has_begun:

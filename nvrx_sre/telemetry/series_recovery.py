@@ -13,7 +13,7 @@ from nvrx_sre.events.schema import Action, Cap, Layer, Record, RestoredFrom, Ver
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.telemetry import catalog
-from nvrx_sre.telemetry.catalog import FreshProgress, RestartOutcome, TeardownOutcome
+from nvrx_sre.telemetry.catalog import FreshProgress, IncidentOutcome, RestartOutcome, TeardownOutcome
 from nvrx_sre.telemetry.series_part import SeriesPart
 from nvrx_sre.telemetry.values import Values
 
@@ -47,13 +47,12 @@ class RecoverySeries(SeriesPart):
         super().__init__(values)
         self._ledger = ledger
         self._tracker = tracker
-        self._caps = caps
         self._pending: list[Layer] = []
         self._standbys: set[int] = set()
         self._has_committed = False
-        for cap in Cap:
-            values.set(catalog.BUDGET_LIMIT, cap_limit(cap, caps), cap)
+        self._export_caps(caps)
         self.handlers = {
+            schema.RunStarted: lambda _, __: self._export_caps(tracker.caps),
             schema.LauncherStarted: self._on_launcher_started,
             schema.WorkerStarted: lambda _, event: values.add(catalog.WORKER_STARTS, 1, event.role),
             schema.WorkerExited: self._on_worker_exited,
@@ -75,6 +74,10 @@ class RecoverySeries(SeriesPart):
             schema.BudgetReset: self._on_budget_reset,
             schema.RunFinished: self._on_run_finished,
         }
+
+    def _export_caps(self, caps: CapLimits) -> None:
+        for cap in Cap:
+            self.values.set(catalog.BUDGET_LIMIT, cap_limit(cap, caps), cap)
 
     def compute(self, values: Values) -> None:
         """What is read at scrape: the open incident, and which standbys there are."""
@@ -128,8 +131,9 @@ class RecoverySeries(SeriesPart):
         self.values.raise_to(catalog.DETECTION_MAX, detection_s, event.detector)
         if incident.attempts == 1:
             self.values.add(catalog.INCIDENTS, 1, Verdict.RECOVERING)
+            self.values.add(catalog.INCIDENT_OUTCOMES, 1, incident.fault, IncidentOutcome.OPENED)
             self.values.set(catalog.INCIDENT_ROOT_RANK, -1 if record.rank is None else record.rank)
-        if incident.attempts == self._caps.crash_loop_attempts:
+        if incident.attempts == self._tracker.caps.crash_loop_attempts:
             self.values.add(catalog.INCIDENTS, 1, Verdict.CRASH_LOOP)
 
     def _on_restart_decided(self, _: Record, event: schema.RestartDecided) -> None:
@@ -180,6 +184,9 @@ class RecoverySeries(SeriesPart):
     def _on_incident_closed(self, record: Record, event: schema.IncidentClosed) -> None:
         self.values.add(catalog.INCIDENTS, 1, event.verdict)
         self.values.add(catalog.INCIDENTS_DEGRADED, int(event.degraded))
+        has_recovered = event.verdict is not Verdict.EXHAUSTED
+        outcome = IncidentOutcome.RECOVERED if has_recovered else IncidentOutcome.EXHAUSTED
+        self.values.add(catalog.INCIDENT_OUTCOMES, 1, event.fault, outcome)
         if event.outage_s is not None:
             self.values.observe(catalog.OUTAGE_SECONDS, event.outage_s, event.trace_id, record.time_ns, (event.layer,))
             self.values.raise_to(catalog.OUTAGE_MAX, event.outage_s, event.layer)

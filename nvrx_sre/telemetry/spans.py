@@ -31,7 +31,7 @@ from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, Verdict
-from nvrx_sre.events.snapshot import Snapshotted, stored
+from nvrx_sre.events.snapshot import Snapshotted
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.verdict import FINAL_STATES, run_state_after
 
@@ -45,7 +45,6 @@ MAX_POINTS = 128
 Attributes = dict[str, str | int | float | bool]
 
 
-@stored
 @dataclass(frozen=True, kw_only=True)
 class SpanPoint:
     """An event inside a span. Time is wall ns."""
@@ -89,7 +88,6 @@ class FinishedSpan:
         }
 
 
-@stored
 @dataclass(kw_only=True)
 class OpenSpan:
     """A span that has not ended."""
@@ -151,6 +149,7 @@ class SpanFold(Snapshotted):
         *("_run", "_generation", "_incident", "_stage", "_attempt", "_saves", "_sealed_ns", "_epoch", "_last_ns"),
         "num_finished",
     )
+    STORED = (OpenSpan, SpanPoint)
 
     def __init__(self, run: str, tracker: IncidentTracker) -> None:
         self._name = run

@@ -11,12 +11,11 @@ import bisect
 from dataclasses import dataclass
 
 from nvrx_sre.core.clock import seconds
-from nvrx_sre.events.snapshot import Snapshotted, stored
+from nvrx_sre.events.snapshot import Snapshotted
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.metric import Metric, MetricType
 
 
-@stored
 @dataclass(frozen=True)
 class ExemplarPoint:
     """The newest observation of a bucket and the trace that it belongs to."""
@@ -26,7 +25,6 @@ class ExemplarPoint:
     time_s: float
 
 
-@stored
 @dataclass
 class Histogram:
     """Observations a bucket (not cumulative; the last is `+Inf`), their sum, and exemplars."""
@@ -43,6 +41,7 @@ class Values(Snapshotted):
     """One number a series, all of the catalog's."""
 
     STATE = ("numbers", "histograms", "info")
+    STORED = (Histogram, ExemplarPoint)
 
     def __init__(self) -> None:
         self.numbers: dict[str, dict[tuple[str, ...], float]] = {}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.limits import TelemetryLimits
 from nvrx_sre.events import journal
-from nvrx_sre.events.journal import JournalReader, JournalWriter, read_journal, repair
+from nvrx_sre.events.journal import JournalReader, JournalWriter, Snapshot, read_journal, repair
+from nvrx_sre.events.journal_tail import JournalTail
 from nvrx_sre.events.schema import Record
 from tests.stories import RUN, STORIES, exception_story, lost_launcher_story
 
@@ -144,14 +147,100 @@ def test_a_batch_written_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.
     assert list(read_journal(tmp_path)) == records
 
 
-def test_segments_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long run is many files, read as one journal."""
-    monkeypatch.setattr(journal, "MAX_SEGMENT_BYTES", 2_000)
-    monkeypatch.setattr(journal, "MAX_BATCH_RECORDS", 4)
+def rotate_often(directory: Path, records: list[Record], limits: TelemetryLimits) -> list[int]:
+    """Journal `records`, with a snapshot as soon as a segment is full; how many records each snapshot holds."""
+    writer = JournalWriter(directory, RUN, 1, limits=limits)
+    held = []
+    for number, record in enumerate(records, 1):
+        writer.append(record)
+        assert writer.sync(SYNC_S)
+        if writer.is_full:
+            held.append(number)
+            writer.rotate(Snapshot(last=(record.epoch, record.seq), folds={"count": {"shape": "1", "state": number}}))
+            assert writer.sync(SYNC_S)
+            assert not writer.is_full
+    assert writer.close(SYNC_S)
+    assert writer.num_segments == len(list(directory.iterdir()))
+    return held
+
+
+def test_a_full_segment_gives_way_to_one_that_begins_with_a_snapshot(tmp_path: Path) -> None:
+    """Read as one journal, or from the newest snapshot that fits and what follows it."""
     records = exception_story().records
-    write(tmp_path, records)
-    assert len(list(tmp_path.iterdir())) > 2
+    held = rotate_often(tmp_path, records, TelemetryLimits(journal_segment_bytes=2_000))
+    assert len(held) > 2
     assert list(read_journal(tmp_path)) == records
+    reader = JournalReader(tmp_path, fits=lambda folds: folds["count"]["shape"] == "1")
+    assert reader.snapshot is not None
+    assert reader.snapshot.folds["count"]["state"] == held[-1]
+    assert list(reader) == records[held[-1] :]
+    assert reader.num_bad_lines == 0
+
+
+def test_a_snapshot_that_does_not_fit_is_passed_over(tmp_path: Path) -> None:
+    """An older one that fits serves; without any the journal is read from its beginning."""
+    records = exception_story().records
+    held = rotate_often(tmp_path, records, TelemetryLimits(journal_segment_bytes=2_000))
+    older = JournalReader(tmp_path, fits=lambda folds: folds["count"]["state"] <= held[0])
+    assert list(older) == records[held[0] :]
+    none = JournalReader(tmp_path, fits=lambda _: False)
+    assert none.snapshot is None
+    assert list(none) == records
+
+
+def test_a_torn_snapshot_costs_nothing(tmp_path: Path) -> None:
+    """A launcher killed while it rotated: the snapshot before it and all records serve."""
+    records = exception_story().records
+    held = rotate_often(tmp_path, records, TelemetryLimits(journal_segment_bytes=2_000))
+    newest = max(tmp_path.iterdir())
+    lines = newest.read_bytes().splitlines(keepends=True)
+    newest.write_bytes(lines[0] + lines[1][:-9])
+    reader = JournalReader(tmp_path, fits=lambda _: True)
+    assert reader.snapshot is not None
+    assert reader.snapshot.folds["count"]["state"] == held[-2]
+    assert list(reader) == records[held[-2] : held[-1]]
+    assert repair(tmp_path) > 0
+    assert list(read_journal(tmp_path)) == records[: held[-1]]
+
+
+def test_c56_the_number_of_segments_is_bounded(tmp_path: Path) -> None:
+    """The oldest go once a snapshot makes up for them; what is left begins with one."""
+    records = exception_story().records
+    held = rotate_often(tmp_path, records, TelemetryLimits(journal_segment_bytes=2_000, journal_segments=2))
+    assert len(held) > 2
+    assert len(list(tmp_path.iterdir())) == 2
+    reader = JournalReader(tmp_path, fits=lambda _: True)
+    assert list(reader) == records[held[-1] :]
+
+
+def test_a_journal_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    """One clear line: file, its version, ours; never a silent replay of half of it."""
+    write(tmp_path, exception_story().records)
+    path = next(tmp_path.iterdir())
+    path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 2', 1))
+    with pytest.raises(UserError, match=rf"{path.name} has version 2.*reads up to 1"):
+        list(read_journal(tmp_path))
+
+
+def test_a_tail_reads_what_is_new_once(tmp_path: Path) -> None:
+    """Half a line waits for its end; a new segment and a new epoch are followed."""
+    records = exception_story().records
+    whole = tmp_path / "whole"
+    rotate_often(whole, records, TelemetryLimits(journal_segment_bytes=2_000))
+    live = tmp_path / "live"
+    live.mkdir()
+    tail = JournalTail(live)
+    seen: list[Record] = []
+    for source in sorted(whole.iterdir()):
+        content = source.read_bytes()
+        for cut in (len(content) // 3, len(content) * 2 // 3, len(content)):
+            (live / source.name).write_bytes(content[:cut])
+            seen += tail.poll()
+    assert seen == records
+    assert tail.poll() == []
+    again = [replace(record, epoch=2) for record in records[:3]]
+    write(live, again)
+    assert tail.poll() == again
 
 
 def test_nothing_is_written_after_close(tmp_path: Path) -> None:
