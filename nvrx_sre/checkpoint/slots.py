@@ -145,6 +145,11 @@ class SlotFile:
             self._mapping.close()
 
     @property
+    def size_bytes(self) -> int:
+        """Memory of the whole file, control and header pages included."""
+        return len(self._mapping)
+
+    @property
     def sealed_step(self) -> int:
         """Newest step sealed on every rank, -1 at first. Only the launcher sets it."""
         return self._words[_SEALED_WORD]

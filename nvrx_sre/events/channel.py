@@ -1,7 +1,7 @@
 """Messages between the launcher and its children, and their wire form.
 
 One SOCK_SEQPACKET socketpair a child: one message is one packet, packets buffered by a sender survive its
-SIGKILL. Two wire forms: the two messages of the hot path (`Step`, `Alive`) are fixed-size structs, all
+SIGKILL. Two wire forms: the messages of the hot path (`Step`, `Sealed`, `Alive`) are fixed-size structs, all
 others are JSON. Totals in `Step` are cumulative since the generation entered its step loop, so a dropped
 packet loses resolution, never time or H. `mono_ns` stamps are CLOCK_MONOTONIC of the host.
 
@@ -91,8 +91,8 @@ class Alive(Message):
 class Step(Message):
     """The rank committed `step`. Times (s) and tokens are cumulative in this generation's step loop.
 
-    `slot` is the hot slot that now holds this step, -1 if it was not captured; `durable` if a durable save
-    of this step is due. `loss` is NaN where the user gave none.
+    `slot` is the hot slot that is taking this step (`Sealed` says when it holds it), -1 if it is not captured;
+    `durable` if a durable save of this step is due. `loss` is NaN where the user gave none.
     """
 
     generation: int
@@ -109,6 +109,20 @@ class Step(Message):
     durable: bool
     captured: int
     skipped: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed(Message):
+    """The rank's capture of `step` is over: `slot` holds it now, -1 if it was given up.
+
+    Sent from the rank's capture thread; a rank's captures end in their order, so a later one says that all earlier
+    ones are over.
+    """
+
+    generation: int
+    step: int
+    slot: int
+    mono_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +230,15 @@ class WriterProgress(Message):
     message: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Retired(Message):
+    """The writer's retention deleted a checkpoint, in `seconds`."""
+
+    step: int
+    directory: str
+    seconds: float
+
+
 # --- launcher -> child ------------------------------------------------------------------------------------
 
 
@@ -238,6 +261,7 @@ class Go(Message):
     A candidate is {"tier": "hot", "step": s, "slot": k, "layout_hash": h} or
     {"tier": "durable", "step": s, "directory": name}. `require_restore`: commits are on record, so an
     exhausted list is an error rather than a fresh start. `passes`: planned fault -> passes already fired.
+    `hot_every`: steps between hot captures, 0 for none, until a `HotInterval` says otherwise.
     The store is the generation's own c10d TCPStore, hosted by the launcher.
     """
 
@@ -248,6 +272,7 @@ class Go(Message):
     candidates: list[dict[str, Any]]
     require_restore: bool
     passes: dict[str, int]
+    hot_every: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +280,14 @@ class Interrupt(Message):
     """Leave `generation` now."""
 
     generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotInterval(Message):
+    """Capture steps divisible by `every` from `from_step` on; the same for all ranks, and ahead of them."""
+
+    every: int
+    from_step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +311,10 @@ class MapSlots(Message):
 class WriteSave(Message):
     """To the writer: write `step` from slot `slots[rank]` of each rank, commit, verify, retain.
 
-    Answers: `WriterProgress` per stage. `captured_ns` is wall time.
+    Answers: `WriterProgress` per stage. `captured_ns` is wall time. `passes`: as in `Go`, for faults of storage.
+
+    Over several nodes each writer gets its own share: `slots` are those of the ranks from `first_rank` on, `part` of
+    `num_parts` (0 commits), and all work on the same `attempt`. A part that is not in after `deadline_s` ends the save.
     """
 
     step: int
@@ -288,6 +324,20 @@ class WriteSave(Message):
     slots: list[int]
     captured_ns: int
     keep: int
+    passes: dict[str, int] = field(default_factory=dict)
+    first_rank: int = 0
+    part: int = 0
+    num_parts: int = 1
+    attempt: str = ""
+    deadline_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTurn(Message):
+    """To a rank that waits at its boundary (`--on-busy wait`): the save of `step` was taken, or will not be."""
+
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,8 +351,10 @@ MESSAGE_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.
 
 _STEP = struct.Struct("=cIQQddddQd?b?QQ")
 _ALIVE = struct.Struct("=cIQQQ")
+_SEALED = struct.Struct("=cIQbQ")
 _STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))
 _ALIVE_FIELDS = tuple(item.name for item in dataclasses.fields(Alive))
+_SEALED_FIELDS = tuple(item.name for item in dataclasses.fields(Sealed))
 
 
 def pack_step(*values: int | float | bool) -> bytes:
@@ -316,6 +368,8 @@ def encode(message: Message) -> bytes:
         return pack_step(*(getattr(message, name) for name in _STEP_FIELDS))
     if isinstance(message, Alive):
         return _ALIVE.pack(b"A", message.generation, message.step, message.progress, message.mono_ns)
+    if isinstance(message, Sealed):
+        return _SEALED.pack(b"L", message.generation, message.step, message.slot, message.mono_ns)
     packet = json.dumps({"type": type(message).__name__, **dataclasses.asdict(message)}).encode()
     if len(packet) > MAX_PACKET_BYTES:
         raise ValueError(f"{type(message).__name__} is {len(packet)} bytes, more than {MAX_PACKET_BYTES}")
@@ -330,6 +384,8 @@ def decode(packet: bytes) -> Message:
             return Step(**dict(zip(_STEP_FIELDS, _STEP.unpack(packet)[1:], strict=True)))
         if kind == b"A":
             return Alive(**dict(zip(_ALIVE_FIELDS, _ALIVE.unpack(packet)[1:], strict=True)))
+        if kind == b"L":
+            return Sealed(**dict(zip(_SEALED_FIELDS, _SEALED.unpack(packet)[1:], strict=True)))
         value = json.loads(packet)
         cls = MESSAGE_TYPES[value.pop("type")]
         return cls(**value)

@@ -10,28 +10,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nvrx_sre.checkpoint.slots import NONE, SlotFile, SlotHeader
+from nvrx_sre.events.schema import HotSlotsAllocated
 
 
 class HotSlots:
-    """Slot files by rank."""
+    """Slot files by rank: `num_slots` for each of the `num_ranks` of the node."""
 
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, num_slots: int, num_ranks: int) -> None:
         self._run = run
+        self._num_slots = num_slots
+        self._num_ranks = num_ranks
         self._files: dict[int, SlotFile] = {}
 
     def grant(self, rank: int, data_bytes: int, blob_bytes: int) -> SlotFile:
         """Slots of `rank` with at least these sizes, new ones if need be. Blocks while pages are cleared.
 
-        Raises `UserError` or `StorageError` if the memory cannot be had.
+        The ranks that have none yet will want about as much: without room for all of them none is begun. Raises
+        `UserError` or `StorageError` if the memory cannot be had.
         """
         old = self._files.get(rank)
         if old is not None and old.data_bytes >= data_bytes and old.blob_bytes >= blob_bytes:
             return old
-        new = SlotFile.create(data_bytes, blob_bytes, name=f"nvrx-hot-{self._run}-{rank}")
+        new = SlotFile.create(
+            data_bytes,
+            blob_bytes,
+            num_slots=self._num_slots,
+            num_alike=len(set(range(self._num_ranks)) - set(self._files) | {rank}),
+            name=f"nvrx-hot-{self._run}-{rank}",
+        )
         if old is not None:
             old.close()
         self._files[rank] = new
         return new
+
+    def allocated(self) -> HotSlotsAllocated | None:
+        """What all of them take, once every rank of the node has its slots."""
+        if len(self._files) < self._num_ranks:
+            return None
+        files = self._files.values()
+        return HotSlotsAllocated(
+            num_slots=self._num_slots,
+            slot_bytes=max(file.data_bytes + file.blob_bytes for file in files),
+            total_bytes=sum(file.size_bytes for file in files),
+        )
 
     def get(self, rank: int) -> SlotFile | None:
         """Slots of `rank`, None if it has none."""

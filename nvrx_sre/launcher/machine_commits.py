@@ -1,9 +1,8 @@
-"""Which steps are committed and sealed, and what they cost.
+"""Which steps are committed, and what they cost; `Seals` follows what became of their captures.
 
 Model: every rank reports steps cumulatively; a step is committed when every rank of the generation has
-reported it or a later one, and sealed when every rank's own report of it names a hot slot. Committed steps
-are gathered into one `StepsCommitted` a second; kind changes, faults, ends and the first new step after an
-incident close it earlier. Times are those of the rank that committed last.
+reported it or a later one. Committed steps are gathered into one `StepsCommitted` a second; kind changes, faults,
+ends and the first new step after an incident (once it is settled) close it earlier. Times are those of the rank that committed last.
 
 Invariants: H never falls; within a generation steps are committed once, in order; reports of other
 generations never reach this class. Bounded: reports wait only between the fastest and the slowest rank, and
@@ -17,36 +16,15 @@ import struct
 from dataclasses import dataclass, field
 
 from nvrx_sre.core.clock import to_ns
+from nvrx_sre.events.channel import Sealed as SealedReport
 from nvrx_sre.events.channel import Step
 from nvrx_sre.events.schema import ReplayDiverged, StepKind, StepsCommitted
+from nvrx_sre.launcher.machine_interval import HotInterval
 from nvrx_sre.launcher.machine_job import Job
+from nvrx_sre.launcher.machine_seals import Committed, Sealed, Seals, Unsettled
 
 MAX_LOSSES = 65_536
 """Steps whose loss is kept to notice a replay that differs; at 100 bytes a step about 6 MB."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sealed:
-    """A step that every rank holds in a hot slot. `slots[rank]`; `captured_mono_ns` is the newest seal."""
-
-    step: int
-    generation: int
-    slots: tuple[int, ...]
-    captured_mono_ns: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Committed:
-    """One newly committed step. `sealed` if every rank captured it; `is_durable_due` if a save is due."""
-
-    step: int
-    kind: StepKind
-    sealed: Sealed | None
-    is_durable_due: bool
-    is_captured_partly: bool
-    is_stranded: bool
-    """Some ranks hold it in a slot and not all do, as far as is known."""
-    mono_ns: int
 
 
 @dataclass(kw_only=True)
@@ -75,9 +53,10 @@ _TOTALS = ("step_s", "data_s", "checkpoint_block_s", "evaluate_s", "tokens", "ca
 
 @dataclass(kw_only=True)
 class _Rank:
-    """Reports of one rank: the newest step, those not committed yet, totals at the last committed one."""
+    """Reports of one rank: the newest step, those not committed yet, totals at the last committed one that arrived."""
 
     step: int = 0
+    totals_step: int = 0
     waiting: dict[int, Step] = field(default_factory=dict)
     totals: _Totals = field(default_factory=_Totals)
 
@@ -105,19 +84,29 @@ class Commits:
         """Newest committed step of the generation (at first the restored one)."""
         self.num_committed = 0
         """Steps committed in this generation."""
-        self.sealed: Sealed | None = None
         self.divergence: ReplayDiverged | None = None
         """The first step whose loss differed when it was executed again in the same world."""
         self.incident_high_water = job.history.incident_high_water()
         """H at the newest fault while no step above it is committed: that step is recorded at once."""
+        self._interval = HotInterval(job)
+        self._seals = Seals()
         self._ranks: list[_Rank] = []
+        self._record_at: int | None = None
+        """First step above an incident's H: recorded alone, once it is settled."""
         self._aggregate: _Aggregate | None = None
         self._last_committed_ns = 0
         self._losses: dict[int, tuple[float, int]] = {}
 
+    @property
+    def sealed(self) -> Sealed | None:
+        """Newest step that every rank holds in a slot, None if none is known."""
+        return self._seals.sealed
+
     def open(self) -> None:
         """A generation was opened: nothing of it is committed yet."""
         self._ranks = [_Rank() for _ in range(self._job.config.world_size)]
+        self._seals.open(self._job.generation, len(self._ranks))
+        self._record_at = None
         self._aggregate = None
         self.num_committed = 0
         self._last_committed_ns = 0
@@ -136,7 +125,7 @@ class Commits:
 
     def forget_sealed(self) -> None:
         """No sealed step is known any more."""
-        self.sealed = None
+        self._seals.sealed = None
         self._job.forget_sealed()
 
     def enter_loop(self, mono_ns: int) -> None:
@@ -145,14 +134,21 @@ class Commits:
             self._last_committed_ns = max(self._last_committed_ns, mono_ns)
 
     def report(self, rank: int, message: Step) -> list[Committed]:
-        """Take in a rank's report; the steps it commits, in order."""
+        """Take in a rank's report and commit what it completes; the steps that are settled by it, in order."""
         state = self._ranks[rank]
         if message.step <= state.step:
             return []
         state.step = message.step
         state.waiting[message.step] = message
         newest = min(item.step for item in self._ranks)
-        return [self._commit(step, rank, message.mono_ns) for step in range(self.step + 1, newest + 1)]
+        for step in range(self.step + 1, newest + 1):
+            self._commit(step, rank, message.mono_ns)
+        return self._settle()
+
+    def seal(self, rank: int, message: SealedReport) -> list[Committed]:
+        """A rank's capture is over; the steps that are settled by it, in order."""
+        self._seals.over(rank, message)
+        return self._settle()
 
     def losses(self) -> dict[int, float]:
         """Loss of the last execution of each step, as far as it is kept."""
@@ -188,7 +184,9 @@ class Commits:
             return None
         return self._aggregate.started_ns + to_ns(self._job.config.limits.telemetry.step_aggregate_s)
 
-    def _commit(self, step: int, last_rank: int, mono_ns: int) -> Committed:
+    def _commit(self, step: int, last_rank: int, mono_ns: int) -> None:
+        if self._record_at is not None:
+            self._record_first()
         reports = [state.waiting.pop(step, None) for state in self._ranks]
         complete = [report for report in reports if report is not None]
         kind = StepKind.NEW if step > self.high_water else StepKind.REDONE
@@ -197,36 +195,39 @@ class Commits:
         mono_ns = max(mono_ns, self._last_committed_ns)
         loss = self._note_loss(step, complete)
         self._add(step, kind, mono_ns, self._cost(last_rank, reports), loss)
+        self._measure(step, reports)
         for state, report in zip(self._ranks, reports, strict=True):
             if report is not None:
-                state.totals = _Totals.of(report)
+                state.totals, state.totals_step = _Totals.of(report), step
         self.step = step
         self.num_committed += 1
         self.high_water = max(self.high_water, step)
-        sealed = self._seal(step, complete)
+        self._seals.committed(Unsettled(step=step, kind=kind, reports=tuple(complete), mono_ns=mono_ns))
         if self.incident_high_water is not None and step > self.incident_high_water:
             self.incident_high_water = None
-            self.flush()
-        return Committed(
-            step=step,
-            kind=kind,
-            sealed=sealed,
-            is_durable_due=any(report.durable for report in complete),
-            is_captured_partly=sealed is None and len(complete) < len(reports),
-            is_stranded=sealed is None and any(report.slot >= 0 for report in complete),
-            mono_ns=mono_ns,
-        )
+            self._record_at = step
 
-    def _seal(self, step: int, complete: list[Step]) -> Sealed | None:
-        if len(complete) < len(self._ranks) or any(report.slot < 0 for report in complete):
-            return None
-        self.sealed = Sealed(
-            step=step,
-            generation=self._job.generation,
-            slots=tuple(report.slot for report in complete),
-            captured_mono_ns=max(report.mono_ns for report in complete),
-        )
-        return self.sealed
+    def _settle(self) -> list[Committed]:
+        settled = self._seals.settle()
+        if self._record_at is not None and any(item.step >= self._record_at for item in settled):
+            self._record_first()
+        return settled
+
+    def _record_first(self) -> None:
+        """Record the first step above an incident's H, which ends the outage."""
+        self._record_at = None
+        self.flush()
+
+    def _measure(self, step: int, reports: list[Step | None]) -> None:
+        """Tell how long the step took on the slowest rank, if every rank told."""
+        times_s = [
+            report.step_s + report.checkpoint_block_s - state.totals.step_s - state.totals.checkpoint_block_s
+            for state, report in zip(self._ranks, reports, strict=True)
+            if report is not None and state.totals_step == step - 1
+        ]
+        is_captured = any(report is not None and report.slot >= 0 for report in reports)
+        known_s = max(times_s) if len(times_s) == len(self._ranks) else None
+        self._interval.on_step(step, known_s, is_captured, max(state.step for state in self._ranks))
 
     def _cost(self, last_rank: int, reports: list[Step | None]) -> _Totals:
         cost = _Totals()

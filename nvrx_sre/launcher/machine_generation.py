@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvrx_sre.events.channel import Entered, Finished, Rejected, Restored, Step
+from nvrx_sre.events.channel import Entered, Finished, Rejected, Restored, Sealed, Step
 from nvrx_sre.events.schema import (
     CheckpointRejected,
     GenerationFormed,
@@ -28,6 +28,7 @@ from nvrx_sre.launcher.machine_job import Job
 from nvrx_sre.launcher.machine_progress import Progress
 from nvrx_sre.launcher.machine_roster import Child, ChildState, Roster
 from nvrx_sre.launcher.machine_saves import Saves
+from nvrx_sre.launcher.machine_seals import Committed
 
 _BEFORE_FORMED = frozenset({Phase.INIT, Phase.RENDEZVOUS})
 
@@ -85,7 +86,16 @@ class Generation:
             return
         self._renew()
         self._progress.on_step(child, message, now_ns)
-        for committed in self._commits.report(child.rank, message):
+        self._take(self._commits.report(child.rank, message), now_ns)
+
+    def on_sealed(self, child: Child, message: Sealed, now_ns: int) -> None:
+        """A rank's capture is over."""
+        if child.rank is not None:
+            self._take(self._commits.seal(child.rank, message), now_ns)
+
+    def _take(self, settled: list[Committed], now_ns: int) -> None:
+        """Save what is due, publish what is sealed."""
+        for committed in settled:
             if self._job.config.exact_replay and self._commits.divergence is not None:
                 return  # the run ends here: a state that led to other numbers is not saved
             self._saves.on_commit(committed, now_ns)

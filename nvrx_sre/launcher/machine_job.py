@@ -38,8 +38,12 @@ class MachineConfig:
     limits: Limits
     exact_replay: bool = False
     """A step that gives another loss when it is executed again ends the run."""
+    waits_for_writer: bool = False
+    """A due save that finds the writer busy makes the ranks wait, rather than being skipped."""
     node: str = "node"
     """Name of this node, for device identities."""
+    hot_every: int | None = 1
+    """Steps between hot captures, 0 for none, None to have it chosen by measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ class Job:
     fault_serial: int = 0
     """Faults so far: tells whether a child belongs to the attempt at hand."""
     hot_allowed: bool = True
+    hot_every: int = 0
+    """Steps between hot captures that are in force, or will be at the next generation."""
     checkpoints_back: int = 0
     go_ns: int = 0
     """Monotonic time at which `generation` was opened."""

@@ -170,6 +170,7 @@ class Recovery:
                 children=tuple(child.number for child in seated),
                 checkpoints_back=job.checkpoints_back,
                 hot_allowed=job.hot_allowed,
+                hot_every=job.hot_every,
             )
         )
 

@@ -53,6 +53,7 @@ class RankControl:
         self.step = 0
         self.progress = 0
         self.on_slots: Callable[[wire.SlotsGranted, int], None] | None = None
+        self.on_interval: Callable[[wire.HotInterval], None] | None = None
         self._signal = interrupt_signal
         self._main_thread_id = threading.main_thread().ident or 0
         self.armed: int | None = None
@@ -64,6 +65,7 @@ class RankControl:
         self._assign: tuple[wire.Assign, int | None] | None = None
         self._go: wire.Go | None = None
         self._leave = False
+        self._turn = (0, 0)
         self._phase: tuple[str, int] = (Phase.INIT, clock.monotonic_ns())
         self._phase_told: str = ""
         self._generation = 0
@@ -131,6 +133,11 @@ class RankControl:
             self._changed.wait_for(lambda: self._interrupted >= generation or self._leave)
             if self._leave:
                 raise RestartAborted
+
+    def wait_turn(self, step: int) -> None:
+        """Block until the launcher says that the durable save due at `step` was taken or will not be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn >= (self._generation, step) or self._leave)
 
     def arm(self, generation: int) -> None:
         """From now on an interrupt of `generation` is raised here. Raises it if it has already come."""
@@ -233,8 +240,16 @@ class RankControl:
         if isinstance(message, wire.SlotsGranted):
             if self.on_slots is not None:
                 self.on_slots(message, descriptors[0])
+        elif isinstance(message, wire.HotInterval):
+            self._tell_interval(message)
         else:
+            if isinstance(message, wire.Go):
+                self._tell_interval(wire.HotInterval(every=message.hot_every, from_step=0))
             self._hand_over(message, descriptors)
+
+    def _tell_interval(self, message: wire.HotInterval) -> None:
+        if self.on_interval is not None:
+            self.on_interval(message)
 
     def _hand_over(self, message: wire.Message, descriptors: list[int]) -> None:
         with self._changed:
@@ -244,6 +259,8 @@ class RankControl:
                 self._go = message
             elif isinstance(message, wire.Interrupt):
                 self._interrupted = max(self._interrupted, message.generation)
+            elif isinstance(message, wire.SaveTurn):
+                self._turn = max(self._turn, (message.generation, message.step))
             elif isinstance(message, wire.Leave):
                 self._leave = True
             self._changed.notify_all()

@@ -14,6 +14,27 @@ from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
 
 
+class HotSchedule:
+    """Which steps are captured: every so many, from some step on every so many others.
+
+    The same on all ranks, because it comes from the launcher, with 'go' and in mid-generation. Written by the
+    monitor thread, read by the main thread: one tuple, replaced as a whole.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._plan = (every, 0, every)
+
+    def change(self, every: int, from_step: int) -> None:
+        """Capture steps divisible by `every` (0: none) from `from_step` on."""
+        self._plan = (self._plan[2], from_step, every)
+
+    def is_due(self, step: int) -> bool:
+        """True if `step` is to be captured."""
+        before, from_step, after = self._plan
+        every = after if step >= from_step else before
+        return every > 0 and step % every == 0
+
+
 class RankProcess:
     """This process as the launcher knows it."""
 
@@ -21,9 +42,11 @@ class RankProcess:
         self.settings = settings
         self.control = control
         self.slots: SlotFile | None = None
+        self.hot_schedule = HotSchedule(0)
         self._granted = threading.Condition()
         self._grant: tuple[int, int, int] | None = None
         control.on_slots = self._on_slots
+        control.on_interval = lambda message: self.hot_schedule.change(message.every, message.from_step)
 
     def map_slots(self, descriptor: int, data_bytes: int, blob_bytes: int) -> SlotFile:
         """Map the rank's memfd, replacing an earlier mapping."""

@@ -1,21 +1,35 @@
 """Hot captures of one generation on one rank.
 
-A capture runs in the main thread at a step boundary, masked against interrupts by nothing: a capture that is cut
-short leaves an unsealed slot, which no restore uses. Which slot may be overwritten is the slot file's
-rule (`SlotFile.free_slot`); a capture that finds none is skipped and counted.
+    boundary of step s     begin the capture in the main thread, go on training
+    thread                 copy -> seal -> tell the launcher
+    before an optimizer    wait for the copy (a hook on every tracked optimizer)
+    next capture, the end  wait for the seal
+
+A capture that is cut short leaves an unsealed slot, which no restore uses; an interrupt lets a running copy
+finish, so an exception costs no step. A tensor that something else than a tracked optimizer changes during the
+copy voids that capture, and the generation's later ones are taken at the boundary in one go. Which slot may be
+overwritten is the slot file's rule (`SlotFile.free_slot`); a capture that finds none is skipped and counted.
+
+Thread safety: one capture is in flight at a time; hooks may run in any thread, all else in the main thread.
+Invariant: no thread of it outlives `close`.
 """
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
-from nvrx_sre.checkpoint.capture import Capturer
+from nvrx_sre.checkpoint.capture import Capturer, Filling
+from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.events import channel as wire
 from nvrx_sre.session.process import RankProcess
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """Result of a step boundary: the slot that holds the step (-1: none) and whether a durable save is due."""
+    """Result of a step boundary: the slot that takes the step (-1: none) and whether a durable save is due."""
 
     slot: int
     durable: bool
@@ -29,7 +43,17 @@ class HotSaver:
         self._capturer = capturer
         self._generation = generation
         self._restored_step = restored_step
+        self._newest = restored_step
+        """Newest step that a slot holds or is taking."""
         self._save_requested = False
+        self._is_overlapped = True
+        self._waited_ns = 0
+        self._copied: Future[None] | None = None
+        self._sealed: Future[None] | None = None
+        self._untold: wire.Sealed | None = None
+        """End of the newest capture, if the channel had no room for it."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nvrx-capture")
+        self._hooks = [item.register_step_pre_hook(self._before_step) for item in capturer.optimizers]
         self.num_captured = 0
         self.num_skipped = 0
 
@@ -42,28 +66,50 @@ class HotSaver:
         return self._save_requested or step % self._process.settings.save_every == 0
 
     def at_boundary(self, step: int) -> Captured:
-        """Capture `step` if it is due."""
+        """Begin to capture `step` if it is due. Blocks for what cannot be copied later."""
         durable = self.is_durable_due(step)
-        hot_every = self._process.settings.hot_every
-        if not durable and (hot_every == 0 or step % hot_every):
+        if not durable and not self._process.hot_schedule.is_due(step):
             return Captured(slot=-1, durable=False)
         slot = self._capture(step, durable)
         # A due save that found no free slot is made up for at the next boundary.
         self._save_requested = durable and slot < 0
-        if slot < 0:
-            self.num_skipped += 1
-        else:
-            self.num_captured += 1
         return Captured(slot=slot, durable=durable)
 
+    def take_waited_ns(self) -> int:
+        """Time that optimizers have waited for the copy since the last call."""
+        waited_ns, self._waited_ns = self._waited_ns, 0
+        return waited_ns
+
+    def finish(self, step: int) -> None:
+        """Training is over at `step`: capture it unless it is, and wait until it is sealed."""
+        if step > self._newest:
+            self._capture(step, durable=False)
+        self._wait_sealed()
+        if self._untold is not None:
+            self._process.control.send(self._untold)
+
+    def close(self) -> None:
+        """Let a running copy finish and end the thread. The generation is over; nothing is interrupted any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._thread.shutdown(wait=True)
+
     def _capture(self, step: int, durable: bool) -> int:
+        self._wait_sealed()
         self._capturer.refresh()
         data_bytes, blob_bytes = self._capturer.required_bytes()
         slots = self._process.slots_for(self._generation, self._capturer.layout_hash, data_bytes, blob_bytes)
         slot = slots.free_slot(step, generation=self._generation, restored_step=self._restored_step)
         if slot is None:
+            self.num_skipped += 1
             return -1
-        self._capturer.capture(
+        self.num_captured += 1
+        self._newest = step
+        self._start(slots, slot, step, durable)
+        return slot
+
+    def _start(self, slots: SlotFile, slot: int, step: int, durable: bool) -> None:
+        filling = self._capturer.begin(
             slots,
             slot,
             generation=self._generation,
@@ -71,4 +117,49 @@ class HotSaver:
             durable=durable,
             now_mono_ns=self._process.control.clock.monotonic_ns(),
         )
-        return slot
+        if not self._is_overlapped:
+            filling.copy()
+        self._copied = self._thread.submit(filling.copy) if self._is_overlapped else None
+        self._sealed = self._thread.submit(self._seal, filling, step)
+
+    def _seal(self, filling: Filling, step: int) -> None:
+        """In the thread, after the copy: publish the slot, or say that nobody will."""
+        copied = self._copied
+        if copied is not None and copied.exception() is not None:
+            return  # raised in the main thread, which ends the generation
+        if filling.is_whole:
+            filling.seal()
+        elif self._is_overlapped:
+            self._is_overlapped = False
+            print(
+                f"nvrx-sre: something else than a tracked optimizer changed parameters after the commit of step {step}: "
+                "its capture is void, and later ones are copied inside ctx.commit()",
+                file=sys.stderr,
+            )
+        control = self._process.control
+        told = wire.Sealed(
+            generation=self._generation,
+            step=step,
+            slot=filling.slot if filling.is_whole else -1,
+            mono_ns=control.clock.monotonic_ns(),
+        )
+        self._untold = None if control.channel.send_nowait(told) else told
+
+    def _before_step(self, *_: Any) -> None:
+        """Hook of every tracked optimizer: what it is about to change must be copied."""
+        copied = self._copied
+        if copied is None:
+            return
+        clock = self._process.control.clock
+        started_ns = clock.monotonic_ns()
+        copied.result()
+        self._waited_ns += clock.monotonic_ns() - started_ns
+        self._copied = None
+
+    def _wait_sealed(self) -> None:
+        """Raises what the copy or the seal raised."""
+        if self._copied is not None:
+            self._copied.result()
+        if self._sealed is not None:
+            self._sealed.result()
+        self._copied = self._sealed = None

@@ -23,6 +23,11 @@ class StepTimes:
         ended, self._phase = self._phase, phase
         return ended
 
+    def move(self, source: Phase, target: Phase, spent_ns: int) -> None:
+        """Book time that was booked to `source` since the last report to `target` instead."""
+        self._totals_ns[source] -= spent_ns
+        self._totals_ns[target] += spent_ns
+
     def total_s(self, phase: Phase) -> float:
         """Seconds booked to `phase` so far."""
         return self._totals_ns[phase] / NS_PER_S

@@ -33,6 +33,7 @@ class DrivenMachine:
         limits: Limits | None = None,
         start: MachineStart | None = None,
         exact_replay: bool = False,
+        waits_for_writer: bool = False,
     ) -> None:
         self.clock = ManualClock(start_ns=1_000_000_000)
         self.history = History()
@@ -43,6 +44,7 @@ class DrivenMachine:
             num_standbys=num_standbys,
             limits=limits or Limits(),
             exact_replay=exact_replay,
+            waits_for_writer=waits_for_writer,
         )
         begin = MachineStart(
             generation=0, high_water=0, wall_offset_ns=self.clock.wall_offset_ns, commits_on_record=False
@@ -116,7 +118,7 @@ class DrivenMachine:
         self.restore()
 
     def step(self, step: int, ranks: Iterable[int] | None = None, **changes: Any) -> None:
-        """Ranks report a step, captured in slot `step % 3` and without a durable save unless told otherwise."""
+        """Ranks report a step, sealed in slot `step % 3` and without a durable save unless told otherwise."""
         for rank in range(self.num_ranks) if ranks is None else ranks:
             message = wire.Step(
                 generation=self.machine.generation,
@@ -134,7 +136,15 @@ class DrivenMachine:
                 captured=step,
                 skipped=0,
             )
-            self.say(self.child_of(rank), replace(message, **changes))
+            message = replace(message, **changes)
+            self.say(self.child_of(rank), message)
+            if message.slot >= 0:
+                self.seal(rank, step, message.slot)
+
+    def seal(self, rank: int, step: int, slot: int) -> None:
+        """The rank's capture of a step is over; slot -1: it was given up."""
+        message = wire.Sealed(generation=self.machine.generation, step=step, slot=slot, mono_ns=self.now_ns)
+        self.say(self.child_of(rank), message)
 
     def raise_in(self, rank: int, step: int, **changes: Any) -> None:
         """The rank's training function raised a ValueError."""

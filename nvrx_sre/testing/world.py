@@ -53,7 +53,12 @@ class WorldConfig:
     num_steps: int = 40
     num_standbys: int = 1
     save_every: int = 5
-    hot_every: int = 1
+    hot_every: int | None = 1
+    """None: chosen by measurement."""
+    capture_cost_s: float = 0.0
+    """What a step that is captured takes longer than its 50 ms."""
+    is_seal_told_early: bool = False
+    """A planted bug: a rank says that its slot is sealed while the copy runs."""
     drop_rate: float = 0.01
     """Share of step reports that are lost on the way (a full socket)."""
     limits: Limits = SIMULATED_LIMITS
@@ -82,7 +87,6 @@ class World:
         self.config = config
         self.num_steps = config.num_steps
         self.save_every = config.save_every
-        self.hot_every = config.hot_every
         self.drop_rate = config.drop_rate
         self.storage = Storage(num_ranks=config.num_ranks)
         self.records: list[Record] = []
@@ -101,6 +105,7 @@ class World:
             c.SendInterrupt: self._on_interrupt,
             c.RequestStacks: lambda command: None,
             c.Kill: self._on_kill,
+            c.SetHotInterval: self._on_interval,
             c.GrantSlots: lambda command: None,
             c.DropSlots: lambda command: self.storage.drop_slots(),
             c.PublishSealed: self._on_publish,
@@ -300,6 +305,7 @@ class World:
             world_size=self.config.num_ranks,
             num_standbys=self.config.num_standbys,
             limits=self.config.limits,
+            hot_every=self.config.hot_every,
         )
         self._launcher = _Launcher(
             epoch=self.records[-1].epoch + 1 if self.records else 1,
@@ -411,10 +417,16 @@ class World:
                 launcher.members[command.generation].discard(number)
                 continue
             child.generation = command.generation
+            child.set_interval(command.hot_every, 0)
             self._start_generation(child, command.generation, candidates)
 
     def _start_generation(self, child: SimWorker, generation: int, candidates: list[tuple[str, Content]]) -> None:
         child.later(0.0005, 0.003, lambda: child.go(generation, candidates))
+
+    def _on_interval(self, command: c.SetHotInterval) -> None:
+        for child in self._current.children.values():
+            if isinstance(child, SimWorker) and child.rank >= 0:
+                child.set_interval(command.every, command.from_step)
 
     def _on_interrupt(self, command: c.SendInterrupt) -> None:
         child = self._current.children.get(command.child)

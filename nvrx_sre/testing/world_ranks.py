@@ -1,7 +1,8 @@
 """Simulated children: small state machines that follow the rank channel's protocol.
 
-A worker computes, meets its peers in a collective at every step, captures, reports. Time passes only through
-the world's queue; what is scheduled for a process is void once it was interrupted or died (`token`).
+A worker computes, meets its peers in a collective at every step, begins a capture and reports; the copy runs beside
+the next step and ends before that step changes the state. Time passes only through the world's queue; what is
+scheduled for a process is void once it was interrupted or died (`token`), except the copy, which only death stops.
 """
 
 from __future__ import annotations
@@ -137,7 +138,11 @@ class SimWorker(SimChild):
         self.is_stuck = False
         """In a native call that never returns."""
         self.is_unfit = False
+        self.hot_plan = (0, 0, 0)
+        """(interval before, step from which the other holds, interval from there on)."""
         self._seconds = 0.0
+        self._is_copying = False
+        self._after_copy: Callable[[], None] | None = None
 
     def begin(self) -> None:
         """Start, and speak regularly from then on."""
@@ -158,6 +163,10 @@ class SimWorker(SimChild):
         self._seconds = 0.0
         self._enter(Phase.RENDEZVOUS)
         self._meet("rendezvous", lambda: self._rebuild(candidates))
+
+    def set_interval(self, every: int, from_step: int) -> None:
+        """Capture at another interval from a step on."""
+        self.hot_plan = (self.hot_plan[2], from_step, every)
 
     def interrupt(self, generation: int) -> None:
         """Leave `generation`, unless the process cannot."""
@@ -209,7 +218,7 @@ class SimWorker(SimChild):
     def _acked(self, generation: int) -> None:
         self.is_waiting = True
         self.send(wire.Acked(generation=generation, mono_ns=self.world.clock.monotonic_ns()))
-        self.later(0.005, 0.05, lambda: self._ready(generation + 1))
+        self._when_copied(lambda: self.later(0.005, 0.05, lambda: self._ready(generation + 1)))
 
     def _ready(self, generation: int) -> None:
         fit, self.is_unfit = not self.is_unfit, False
@@ -242,21 +251,39 @@ class SimWorker(SimChild):
 
     def _compute(self) -> None:
         if self.step >= self.world.num_steps:
-            self._finish()
+            self._when_copied(self._finish)
             return
+        self.later(0.0, 0.05, self._pass_middle)
+
+    def _pass_middle(self) -> None:
+        """The point of a step where planned faults strike: while the copy of the last one runs, or after it."""
         if not self._injected(Phase.STEP):
-            self.later(0.02, 0.08, self._reduce)
+            self.later(0.01, 0.04, self._reduce)
 
     def _reduce(self) -> None:
         self.progress += 1
-        self._meet(f"step {self.step + 1}", self._capture)
+        self._meet(f"step {self.step + 1}", lambda: self._when_copied(self._update))
+
+    def _when_copied(self, then: Callable[[], None]) -> None:
+        """Go on at once, or when the running copy is done, unless interrupted meanwhile."""
+        if not self._is_copying:
+            then()
+            return
+        token = self.token
+        self._after_copy = lambda: then() if self.token == token else None
+
+    def _update(self) -> None:
+        """The optimizer's step."""
+        self.later(0.002, 0.01, self._capture)
 
     def _capture(self) -> None:
         self.step += 1
         self.state = next_state(self.state, self.step)
         world = self.world
         durable = self.step % world.save_every == 0
-        if not durable and self.step % world.hot_every:
+        before, from_step, after = self.hot_plan
+        every = after if self.step >= from_step else before
+        if not durable and (every == 0 or self.step % every):
             self._report(-1, durable)
             return
         slot = world.storage.slots[self.rank].free_slot(self.generation, self.restored_step)
@@ -266,16 +293,45 @@ class SimWorker(SimChild):
         contents = world.storage.slots[self.rank].contents
         contents[slot] = None
         content = Content(generation=self.generation, step=self.step, state=self.state)
+        self._is_copying = True
+        if world.config.is_seal_told_early:
+            self._tell_sealed(content, slot)
 
-        def sealed() -> None:
+        def copied() -> None:
             contents[slot] = content
-            self.later(0.0, 0.001, lambda: self._report(slot, durable))
+            if not world.config.is_seal_told_early:
+                self._tell_sealed(content, slot)
+            self._is_copying = False
+            then, self._after_copy = self._after_copy, None
+            if then is not None:
+                then()
 
-        self.later(0.001, 0.01, sealed)
+        self._in_thread(0.001, 0.06, copied)
+        self._report(slot, durable)
+
+    def _in_thread(self, low_s: float, high_s: float, action: Callable[[], None]) -> None:
+        """Like `later`, but an interrupt does not stop it."""
+
+        def run() -> None:
+            if self.is_alive and not self.is_stopped:
+                action()
+
+        self.world.schedule(self.world.rng.uniform(low_s, high_s), run)
+
+    def _tell_sealed(self, content: Content, slot: int) -> None:
+        if self.world.rng.random() >= self.world.drop_rate or content.step == self.world.num_steps:
+            self.send(
+                wire.Sealed(
+                    generation=content.generation,
+                    step=content.step,
+                    slot=slot,
+                    mono_ns=self.world.clock.monotonic_ns(),
+                )
+            )
 
     def _report(self, slot: int, durable: bool) -> None:
         self.progress += 1
-        self._seconds += 0.05
+        self._seconds += 0.05 + (self.world.config.capture_cost_s if self._is_copying else 0.0)
         if self.world.rng.random() >= self.world.drop_rate or self.step == self.world.num_steps:
             self.send(
                 wire.Step(

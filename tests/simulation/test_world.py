@@ -12,6 +12,7 @@ from nvrx_sre.events.schema import (
     FaultClass,
     FaultDetected,
     FaultInjected,
+    HotIntervalChosen,
     Layer,
     Phase,
     RankReplaced,
@@ -40,7 +41,14 @@ def simulated(seed: int) -> tuple[int, tuple[Record, ...], tuple[str, ...]]:
     rng = seeded(seed)
     num_ranks = rng.choice((1, 2, 2, 3, 4))
     plan = draw_plan(rng, num_ranks=num_ranks, num_steps=40)
-    world = World(seed, WorldConfig(num_ranks=num_ranks, num_standbys=rng.choice((0, 1, 2))), plan)
+    config = WorldConfig(
+        num_ranks=num_ranks,
+        num_standbys=rng.choice((0, 1, 2)),
+        num_steps=rng.choice((40, 40, 40, 120)),
+        hot_every=rng.choice((1, 1, 1, 3, None)),
+        capture_cost_s=rng.choice((0.0, 0.001, 0.02)),
+    )
+    world = World(seed, config, plan)
     exit_code = world.run_job()
     return exit_code, tuple(world.records), tuple(world.violations)
 
@@ -93,6 +101,7 @@ def test_rare_states_are_reached() -> None:
         "HaltRequested",
         "TeardownFinished",
         "StandbyReady",
+        "HotIntervalChosen",
     }
     classes = {record.event.fault for record in records if isinstance(record.event, FaultDetected)}
     assert classes >= {
@@ -105,6 +114,46 @@ def test_rare_states_are_reached() -> None:
     assert {record.event.warm for record in records if isinstance(record.event, RankReplaced)} == {True, False}
     sources = {record.event.source for record in records if isinstance(record.event, StateRestored)}
     assert sources == {"hot", "durable", "fresh"}
+
+
+def test_a_seal_told_before_the_copy_is_done_is_found() -> None:
+    """A planted bug: ranks that say 'sealed' while they still copy make the writer read a torn slot."""
+    found = 0
+    for seed in range(8):
+        world = World(seed, WorldConfig(num_ranks=2, is_seal_told_early=True, drop_rate=0.0))
+        world.run()
+        found += any("were overwritten" in text for text in world.violations)
+    assert found == 8
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_kill_in_mid_copy_costs_one_step(rank: int) -> None:
+    """The rank dies with its slot half filled: the step before is restored; once the copy is done, none is lost."""
+    lost = []
+    for seed in range(12):
+        world = run_with(SimFault(kind=SimKind.SIGKILL, rank=rank, step=20), seed=seed, drop_rate=0.0, save_every=1000)
+        restored = [record.event for record in of_type(world, StateRestored)][-1]
+        assert isinstance(restored, StateRestored)
+        assert restored.source == "hot"
+        lost.append(19 - restored.step)
+    assert set(lost) == {0, 1}
+
+
+@pytest.mark.parametrize("kind", [SimKind.EXCEPTION, SimKind.HANG])
+def test_an_interrupt_lets_the_copy_finish(kind: SimKind) -> None:
+    """Nobody died: the newest committed step is sealed by the time the ranks are ready, and nothing is redone."""
+    for seed in range(12):
+        world = run_with(SimFault(kind=kind, rank=1, step=20), seed=seed, drop_rate=0.0, save_every=1000)
+        assert not of_type(world, RolledBack), f"seed {seed}"
+
+
+@pytest.mark.parametrize(("cost_s", "every"), [(0.0, 1), (0.0004, 1), (0.0009, 2), (0.005, 10), (0.02, 40)])
+def test_the_hot_interval_follows_the_cost_of_a_capture(cost_s: float, every: int) -> None:
+    """A step takes 50 ms: the interval is the smallest over which a capture costs at most 1 %."""
+    world = run_with(num_steps=160, hot_every=None, capture_cost_s=cost_s, save_every=1000)
+    chosen = [record.event for record in of_type(world, HotIntervalChosen)]
+    assert [event.every_steps for event in chosen] == [every]  # type: ignore[attr-defined]  # of_type filters by class
+    assert end(world) == 0
 
 
 def test_same_seed_gives_the_same_journal() -> None:

@@ -137,7 +137,14 @@ def test_an_interrupt_while_waiting_for_go_moves_on(rank: tuple[RankControl, wir
     launcher.send(wire.Interrupt(generation=7))
     launcher.send(
         wire.Go(
-            generation=8, world_size=1, store_host="", store_port=0, candidates=[], require_restore=False, passes={}
+            generation=8,
+            world_size=1,
+            store_host="",
+            store_port=0,
+            candidates=[],
+            require_restore=False,
+            passes={},
+            hot_every=1,
         )
     )
     go = control.wait_go(7)

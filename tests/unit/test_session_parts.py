@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 
 import nvrx_sre
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
-from nvrx_sre.session.saving import Captured, HotSaver
+from nvrx_sre.session.process import HotSchedule
 from nvrx_sre.session.times import StepTimes
 
 
@@ -23,7 +20,7 @@ def settings() -> ChildSettings:
         launcher_pid=1,
         role="worker",
         attempt=2,
-        hot_every=1,
+        waits_for_writer=False,
         save_every=50,
         interrupt_signal=39,
         fault_specs=("exception@1:40",),
@@ -69,6 +66,25 @@ def test_time_is_booked_to_the_phase_that_ends() -> None:
     assert [times.total_s(item) for item in (Phase.STEP, Phase.DATA, Phase.SAVE, Phase.EVALUATE)] == [1, 2, 3, 0]
 
 
+def test_waiting_that_was_booked_to_the_step_is_moved() -> None:
+    """An optimizer that waited for a copy did so inside the step; it is time of the checkpoint."""
+    clock = Ticks()
+    times = StepTimes(clock)
+    clock.now_ns += 3_000_000_000
+    times.switch(Phase.SAVE)
+    times.move(Phase.STEP, Phase.SAVE, 1_000_000_000)
+    assert (times.total_s(Phase.STEP), times.total_s(Phase.SAVE)) == (2, 1)
+
+
+def test_a_new_interval_holds_from_its_step_on() -> None:
+    """Every fourth step until 100, every third from there; 0 captures none."""
+    schedule = HotSchedule(4)
+    schedule.change(3, 100)
+    assert [step for step in (96, 99, 100, 102, 104) if schedule.is_due(step)] == [96, 102]
+    schedule.change(0, 0)
+    assert not schedule.is_due(105)
+
+
 def test_without_a_launcher_the_function_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decorated function called in a plain process gets an unmanaged context and its result comes back."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -103,47 +119,3 @@ def test_without_a_launcher_the_group_ends_with_the_function(monkeypatch: pytest
 
     assert train()
     assert not dist.is_initialized()
-
-
-class FullSlots:
-    """Slots of which none is free until told otherwise."""
-
-    def __init__(self) -> None:
-        self.free: int | None = None
-
-    def free_slot(self, step: int, *, generation: int, restored_step: int) -> int | None:
-        return self.free
-
-
-class OneTensor:
-    """Stands for a capturer; remembers the durable steps it captured."""
-
-    layout_hash = ""
-
-    def __init__(self) -> None:
-        self.durable: list[int] = []
-
-    def refresh(self) -> None:
-        """Nothing to look at."""
-
-    def required_bytes(self) -> tuple[int, int]:
-        return 0, 0
-
-    def capture(self, slots: object, slot: int, *, step: int, durable: bool, **_: object) -> None:
-        if durable:
-            self.durable.append(step)
-
-
-def test_a_due_save_without_a_free_slot_is_made_up_for() -> None:
-    """Step 50 finds no slot; the next boundary that finds one is saved durably, and only that one."""
-    slots, capturer = FullSlots(), OneTensor()
-    process: Any = SimpleNamespace(
-        settings=settings(), control=SimpleNamespace(clock=Ticks()), slots_for=lambda *_: slots
-    )
-    saver = HotSaver(process, cast(Any, capturer), generation=1, restored_step=0)
-    assert saver.at_boundary(50) == Captured(slot=-1, durable=True)
-    assert saver.at_boundary(51) == Captured(slot=-1, durable=True)
-    slots.free = 2
-    assert saver.at_boundary(52) == Captured(slot=2, durable=True)
-    assert saver.at_boundary(53) == Captured(slot=2, durable=False)
-    assert (capturer.durable, saver.num_skipped, saver.num_captured) == ([52], 2, 2)

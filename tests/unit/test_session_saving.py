@@ -1,0 +1,260 @@
+"""Overlapped captures: what is copied when, who waits for it, what is told, what stays behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from nvrx_sre.checkpoint.capture import Capturer, Filling, parse_blob, slot_views
+from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.events import channel as wire
+from nvrx_sre.session.process import HotSchedule
+from nvrx_sre.session.saving import Captured, HotSaver
+from nvrx_sre.testing.clock import ManualClock
+
+LIMIT_S = 30.0
+
+
+class Rank:
+    """One rank's state, its slots, and a channel that keeps what was sent."""
+
+    def __init__(self, hot_every: int = 1) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(64, 64)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.position = {"sample": 0}
+        self.told: list[wire.Sealed] = []
+        self.has_room = True
+        self.clock = ManualClock()
+        self.slots: SlotFile | None = None
+        self.is_full = False
+        process: Any = SimpleNamespace(
+            settings=SimpleNamespace(save_every=50),
+            hot_schedule=HotSchedule(hot_every),
+            slots_for=self._slots_for,
+            control=SimpleNamespace(
+                clock=self.clock, channel=SimpleNamespace(send_nowait=self._send_nowait), send=self.told.append
+            ),
+        )
+        tracked = {"model": self.model, "optimizer": self.optimizer, "position": self.position}
+        self.saver = HotSaver(process, Capturer(tracked), generation=1, restored_step=0)
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self.model(torch.ones(2, 64)).pow(2).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.position["sample"] += 2
+
+    def stored(self, slot: int) -> dict[str, Any]:
+        """What the slot holds: tensors by name, and the position."""
+        assert self.slots is not None
+        header = self.slots.header(slot)
+        assert header is not None
+        layout, state = parse_blob(self.slots, slot, header)
+        return {**slot_views(self.slots, slot, layout), "position": state["values"]["position"]}
+
+    def close(self) -> None:
+        """End the capture thread, drop the slots."""
+        self.saver.close()
+        if self.slots is not None:
+            self.slots.close()
+
+    def _slots_for(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> Any:
+        if self.is_full:
+            return SimpleNamespace(free_slot=lambda *_, **__: None)
+        if self.slots is None or self.slots.data_bytes < data_bytes:
+            self.slots = SlotFile.create(data_bytes, blob_bytes, name="nvrx-test")
+        return self.slots
+
+    def _send_nowait(self, message: wire.Sealed) -> bool:
+        if self.has_room:
+            self.told.append(message)
+        return self.has_room
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    """A rank after its first step."""
+    made = Rank()
+    made.step()
+    yield made
+    made.close()
+
+
+class Gate:
+    """Copies stop at the gate until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.reached = threading.Event()
+        original = Filling.copy
+
+        def copy(filling: Filling) -> None:
+            self.reached.set()
+            assert self.open.wait(LIMIT_S)
+            original(filling)
+
+        monkeypatch.setattr(Filling, "copy", copy)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A closed gate."""
+    return Gate(monkeypatch)
+
+
+def copies(rank: Rank) -> dict[str, torch.Tensor]:
+    """Parameters and moments as they are now."""
+    found = {f"model.{name}": item.detach().clone() for name, item in rank.model.named_parameters()}
+    for name, item in rank.model.named_parameters():
+        for key, value in rank.optimizer.state[item].items():
+            found[f"optimizer.state.{name}.{key}"] = value.clone()
+    return found
+
+
+def test_c11_the_optimizer_waits_until_its_tensors_are_copied(rank: Rank, gate: Gate) -> None:
+    """A copy that is held up holds up the optimizer, and the slot holds the step of the commit, bit for bit."""
+    at_commit = copies(rank)
+    assert rank.saver.at_boundary(1) == Captured(slot=0, durable=False)
+    rank.position["sample"] = 99
+    stepping = threading.Thread(target=rank.step)
+    waiting = threading.Event()
+    hook = rank.optimizer.register_step_pre_hook(lambda *_: waiting.set())
+    rank.optimizer._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
+    stepping.start()
+    assert waiting.wait(LIMIT_S) and gate.reached.wait(LIMIT_S)
+    assert all(torch.equal(now, at_commit[name]) for name, now in copies(rank).items())
+    assert rank.told == []
+    gate.open.set()
+    stepping.join(LIMIT_S)
+    rank.saver.finish(1)
+    stored = rank.stored(0)
+    assert {name for name in stored if name != "position"} == set(at_commit)
+    assert all(torch.equal(stored[name], value) for name, value in at_commit.items())
+    assert not torch.equal(at_commit["model.weight"], rank.model.weight)
+
+
+def test_c20_small_state_is_that_of_the_commit(rank: Rank, gate: Gate) -> None:
+    """The data position moves on while the tensors are still copied; the slot holds the one of the commit."""
+    rank.saver.at_boundary(1)
+    rank.position["sample"] = 99
+    gate.open.set()
+    rank.saver.finish(1)
+    assert rank.stored(0)["position"] == {"sample": 2}
+
+
+def test_a_seal_is_told_when_the_slot_holds_the_step(rank: Rank, gate: Gate) -> None:
+    """Not before: the launcher hands a slot to the writer as soon as every rank has told."""
+    rank.saver.at_boundary(1)
+    assert gate.reached.wait(LIMIT_S)
+    assert rank.slots is not None and rank.slots.headers() == [None] * 3
+    assert rank.told == []
+    gate.open.set()
+    rank.saver.finish(1)
+    assert [(item.generation, item.step, item.slot) for item in rank.told] == [(1, 1, 0)]
+
+
+def test_a_seal_that_found_no_room_is_told_at_the_end(rank: Rank) -> None:
+    """A full channel drops it; the last one must arrive, or the last step would not be saved."""
+    rank.has_room = False
+    rank.saver.at_boundary(1)
+    rank.saver.finish(1)
+    assert [item.step for item in rank.told] == [1]
+
+
+def test_a_change_by_something_else_voids_the_capture(
+    rank: Rank, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights clipped by hand after the commit: that slot is never sealed, the next capture is taken in one go."""
+    rank.saver.at_boundary(1)
+    assert gate.reached.wait(LIMIT_S)
+    with torch.no_grad():
+        rank.model.weight.clamp_(-0.01, 0.01)
+    gate.open.set()
+    rank.saver.finish(1)
+    assert [item.slot for item in rank.told] == [-1]
+    assert "something else than a tracked optimizer" in capsys.readouterr().err
+    rank.step()
+    clipped = copies(rank)
+    rank.saver.at_boundary(2)
+    with torch.no_grad():
+        rank.model.weight.clamp_(-0.001, 0.001)
+    rank.saver.finish(2)
+    assert rank.told[-1].slot >= 0
+    assert torch.equal(rank.stored(rank.told[-1].slot)["model.weight"], clipped["model.weight"])
+
+
+def test_c16_the_end_of_a_generation_lets_the_copy_finish_and_leaves_nothing(rank: Rank, gate: Gate) -> None:
+    """Interrupted between the commit and the seal: the step is sealed all the same, under its own generation."""
+    rank.saver.at_boundary(1)
+    closing = threading.Thread(target=rank.saver.close)
+    closing.start()
+    assert gate.reached.wait(LIMIT_S)
+    assert closing.is_alive()
+    gate.open.set()
+    closing.join(LIMIT_S)
+    assert rank.slots is not None
+    header = rank.slots.header(0)
+    assert header is not None and (header.generation, header.step) == (1, 1)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nvrx-capture")]
+    assert not rank.optimizer._optimizer_step_pre_hooks
+
+
+def test_c33_a_closed_generation_keeps_no_tensor() -> None:
+    """Model and moments go with the training function's own references, the capture thread's included."""
+    made = Rank()
+    made.step()
+    made.saver.at_boundary(1)
+    made.saver.finish(1)
+    made.close()
+    weight = weakref.ref(made.model.weight)
+    moment = weakref.ref(made.optimizer.state[made.model.weight]["exp_avg"])
+    del made
+    gc.collect()
+    assert weight() is None and moment() is None
+
+
+def test_the_last_step_is_captured_at_the_end() -> None:
+    """Every tenth step is captured; training ends at 13, which is captured then, and once only."""
+    rank = Rank(hot_every=10)
+    rank.step()
+    assert [rank.saver.at_boundary(step).slot for step in (10, 11, 12, 13)] == [0, -1, -1, -1]
+    rank.saver.finish(13)
+    rank.saver.finish(13)
+    assert [(item.step, item.slot) for item in rank.told] == [(10, 0), (13, 1)]
+    rank.close()
+
+
+def test_a_due_save_without_a_free_slot_is_made_up_for(rank: Rank) -> None:
+    """Step 50 finds no slot; the next boundary that finds one is saved durably, and only that one."""
+    rank.is_full = True
+    assert rank.saver.at_boundary(50) == Captured(slot=-1, durable=True)
+    assert rank.saver.at_boundary(51) == Captured(slot=-1, durable=True)
+    rank.is_full = False
+    assert rank.saver.at_boundary(52) == Captured(slot=0, durable=True)
+    assert rank.saver.at_boundary(53) == Captured(slot=1, durable=False)
+    rank.saver.finish(53)
+    assert (rank.saver.num_skipped, rank.saver.num_captured) == (2, 2)
+    headers = cast(SlotFile, rank.slots).headers()
+    assert [header.durable if header else None for header in headers] == [True, False, None]
+
+
+def test_what_a_copy_raises_reaches_the_training_function(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure in the thread is a fault of the rank, at its next optimizer step, not a silent end of captures."""
+
+    def fail(_: Filling) -> None:
+        raise RuntimeError("no copy today")
+
+    monkeypatch.setattr(Filling, "copy", fail)
+    rank.saver.at_boundary(1)
+    with pytest.raises(RuntimeError, match="no copy today"):
+        rank.step()
+    assert rank.slots is not None and rank.slots.headers() == [None] * 3
