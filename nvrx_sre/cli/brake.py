@@ -9,14 +9,12 @@ Must not: import torch, or be needed by a run.
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import click
 
+from nvrx_sre.cli.serving import stop_signals
 from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import ExitCode, StorageError, UsageError, UserError
@@ -128,22 +126,6 @@ def command(
             stopped.wait()
     click.echo("brake stopped")
     return ExitCode.FINISHED
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set while inside; the former handlers are back after. Main thread only."""
-    stopped = threading.Event()
-
-    def stop(_: int, __: FrameType | None) -> None:
-        stopped.set()
-
-    former = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def address(text: str) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from nvrx_sre.cli.running import run_and_report
 from nvrx_sre.cli.train import training_run
 from nvrx_sre.core.errors import NvrxError, UserError
 from nvrx_sre.core.limits import Deadlines, Limits
-from nvrx_sre.monitoring.stack import AlertReport, MonitoringStack, StackConfig, find_tools
+from nvrx_sre.monitoring.stack import LOCAL_LABELS, AlertReport, MonitoringStack, ScrapeTarget, StackConfig, find_tools
 from nvrx_sre.trainer.config import TrainerConfig
 
 STEPS = 300
@@ -107,7 +107,9 @@ def _options(run_dir: Path, faults: tuple[str, ...], summary: Path | None, metri
         standbys=1,
         save_every=SAVE_EVERY,
         hot_every=1,
+        hot_slots=3,
         keep=3,
+        on_busy="skip",
         write_bandwidth_bytes_s=None,
         fault_specs=faults,
         limits=Limits(deadlines=Deadlines(step_s=STEP_DEADLINE_S)),
@@ -123,9 +125,8 @@ def _options(run_dir: Path, faults: tuple[str, ...], summary: Path | None, metri
 def _monitor(entered: contextlib.ExitStack, metrics_port: int) -> MonitoringStack | None:
     """Start Prometheus and Alertmanager around the run; None, said in a line, where that fails."""
     console = make_console()
-    config = StackConfig(
-        metrics_urls=(f"http://127.0.0.1:{metrics_port}/metrics",), scrape_interval_s=SCRAPE_INTERVAL_S
-    )
+    target = ScrapeTarget(url=f"http://127.0.0.1:{metrics_port}/metrics", labels=LOCAL_LABELS)
+    config = StackConfig(targets=(target,), scrape_interval_s=SCRAPE_INTERVAL_S)
     try:
         stack = entered.enter_context(MonitoringStack(config))
     except (NvrxError, OSError) as error:

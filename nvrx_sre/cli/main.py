@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "halt": "nvrx_sre.cli.halt:halt",
     "resume": "nvrx_sre.cli.halt:resume",
     "brake": "nvrx_sre.cli.brake:command",
+    "monitor": "nvrx_sre.cli.monitor:command",
     "checkpoint": "nvrx_sre.cli.checkpoint:command",
     "runbook": "nvrx_sre.cli.runbook:command",
     "doctor": "nvrx_sre.cli.doctor:command",

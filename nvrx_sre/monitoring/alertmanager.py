@@ -1,63 +1,131 @@
-"""Alertmanager's configuration: routes by severity, grouping and inhibition by the aggregation key.
+"""Alertmanager's configuration: routes by severity, grouping by the aggregation key, receivers.
 
-Model: one group a run, so that everything about a run is one notification thread and one pager incident.
-`INHIBITIONS` lists which alert silences which; the labels of the key must be equal, so nothing crosses runs.
-The same function renders the shipped example and the configuration of `MonitoringStack`.
+Model: one group a run, so that everything about a run is one notification thread and one pager incident. Critical
+goes to `page`, warnings to `ticket`, info nowhere; what carries `priority="dev"` never pages. The watchdog that
+always fires goes to `deadman`, a service that calls when it no longer hears it. The same function renders the
+shipped example (PagerDuty, Slack, the texts of `notices`) and the configuration of `MonitoringStack`, where every
+receiver posts to one webhook.
 
-Thread safety: pure.
+Secrets are files that the example names; none is in the configuration. Pure; thread-safe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from nvrx_sre.monitoring.inhibition import inhibit_rules
+from nvrx_sre.monitoring.notices import FACTS, template
 from nvrx_sre.monitoring.promql import duration
 from nvrx_sre.monitoring.values import Values
 
-INHIBITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (("NvrxRunHalted", ("NvrxCrashLooping",)),)
-"""(source, targets): while the source fires for a run, its targets send nothing for that run."""
-
-EXAMPLE_WEBHOOK_URL = "https://pager.example/nvrx-sre/"
+PAGE, TICKET, DEADMAN, NONE = "page", "ticket", "deadman", "none"
+RECEIVERS = (PAGE, TICKET, DEADMAN)
+"""Receivers that send something."""
+WATCHDOG = "NvrxWatchdog"
+TEMPLATES_GLOB = "/etc/alertmanager/nvrx-sre.tmpl"
+"""Where the example expects alerts/nvrx-sre.tmpl."""
+SECRETS = "/etc/alertmanager/secrets"
+"""Where the example expects its secret files."""
+DEADMAN_URL = "https://deadman.example/nvrx-sre"
 GROUP_WAIT_S = 10.0
 """Long enough for two alerts of one evaluation to meet, short beside a person's way to the desk."""
 GROUP_INTERVAL_S = 300.0
 """Alertmanager's own default."""
 REPEAT_INTERVAL_S = 14_400.0
 """Alertmanager's own default: four hours."""
+DEADMAN_INTERVAL_S = 60.0
+"""How often the watchdog is passed on: the service may call after a few minutes of silence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How long Alertmanager collects and waits. Seconds."""
+
+    group_wait_s: float = GROUP_WAIT_S
+    """Before the first notification of a group."""
+    group_interval_s: float = GROUP_INTERVAL_S
+    """Between notifications of a group that changed."""
 
 
 def alertmanager_config(
-    *,
-    webhook_url: str = EXAMPLE_WEBHOOK_URL,
-    group_wait_s: float = GROUP_WAIT_S,
-    group_interval_s: float = GROUP_INTERVAL_S,
-    values: Values | None = None,
+    *, webhook_url: str | None = None, timing: Timing | None = None, values: Values | None = None
 ) -> dict[str, Any]:
-    """alertmanager.yml as data: receivers `page` and `ticket` post to `webhook_url` + their name."""
+    """alertmanager.yml as data.
+
+    With `webhook_url` every receiver posts to it plus its own name, which needs neither templates nor secrets;
+    without it, the example for a site.
+    """
     keys = list((values or Values()).group_labels)
+    receivers = _example_receivers() if webhook_url is None else _webhook_receivers(webhook_url)
+    head = {"templates": [TEMPLATES_GLOB]} if webhook_url is None else {}
     return {
-        "route": {
-            "receiver": "ticket",
-            "group_by": keys,
-            "group_wait": duration(group_wait_s),
-            "group_interval": duration(group_interval_s),
-            "repeat_interval": duration(REPEAT_INTERVAL_S),
-            "routes": [
-                {"receiver": "page", "matchers": ['severity="critical"']},
-                {"receiver": "none", "matchers": ['severity="info"']},
-            ],
-        },
-        "inhibit_rules": [
-            {
-                "source_matchers": [f'alertname="{source}"'],
-                "target_matchers": [f'alertname=~"{"|".join(targets)}"'],
-                "equal": keys,
-            }
-            for source, targets in INHIBITIONS
-        ],
-        "receivers": [
-            {"name": name, "webhook_configs": [{"url": f"{webhook_url}{name}", "send_resolved": True}]}
-            for name in ("page", "ticket")
-        ]
-        + [{"name": "none"}],
+        **head,
+        "route": _route(keys, timing or Timing()),
+        "inhibit_rules": inhibit_rules(keys),
+        "receivers": [*receivers, {"name": NONE}],
     }
+
+
+def _route(keys: Sequence[str], timing: Timing) -> dict[str, Any]:
+    deadman = {
+        "receiver": DEADMAN,
+        "matchers": [f'alertname="{WATCHDOG}"'],
+        "group_wait": "0s",
+        "group_interval": duration(DEADMAN_INTERVAL_S),
+        "repeat_interval": duration(DEADMAN_INTERVAL_S),
+    }
+    return {
+        "receiver": TICKET,
+        "group_by": list(keys),
+        "group_wait": duration(timing.group_wait_s),
+        "group_interval": duration(timing.group_interval_s),
+        "repeat_interval": duration(REPEAT_INTERVAL_S),
+        "routes": [
+            deadman,
+            {"receiver": NONE, "matchers": ['severity="info"']},
+            {"receiver": TICKET, "matchers": ['priority="dev"']},
+            {"receiver": PAGE, "matchers": ['severity="critical"']},
+        ],
+    }
+
+
+def _webhook_receivers(url: str) -> list[dict[str, Any]]:
+    return [{"name": name, "webhook_configs": [{"url": f"{url}{name}", "send_resolved": True}]} for name in RECEIVERS]
+
+
+def _example_receivers() -> list[dict[str, Any]]:
+    pagerduty = {
+        "routing_key_file": f"{SECRETS}/pagerduty-routing-key",
+        "send_resolved": True,
+        "severity": template("nvrx.pagerduty.severity"),
+        "description": template("nvrx.title"),
+        "client": "nvrx-sre",
+        "client_url": template("nvrx.dashboard"),
+        "details": {
+            **{annotation: template(f"nvrx.{annotation}") for _, annotation in FACTS},
+            "resolved": template("nvrx.resolved"),
+            "text": template("nvrx.text"),
+        },
+        "links": [
+            {"href": template("nvrx.runbook"), "text": "Runbook"},
+            {"href": template("nvrx.dashboard"), "text": "Dashboard"},
+            {"href": template("nvrx.silence"), "text": "Silence"},
+        ],
+    }
+    slack = {
+        "api_url_file": f"{SECRETS}/slack-webhook-url",
+        "channel": "#training",
+        "send_resolved": True,
+        "color": template("nvrx.slack.color"),
+        "title": template("nvrx.title"),
+        "title_link": template("nvrx.dashboard"),
+        "text": template("nvrx.slack.text"),
+    }
+    deadman = {"url": DEADMAN_URL, "send_resolved": False}
+    return [
+        {"name": PAGE, "pagerduty_configs": [pagerduty]},
+        {"name": TICKET, "slack_configs": [slack]},
+        {"name": DEADMAN, "webhook_configs": [deadman]},
+    ]

@@ -12,7 +12,10 @@ from nvrx_sre.core.errors import UserError
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 ASSET_KINDS = ("dashboards", "alerts", "runbooks")
 RULES_FILE = "alerts/nvrx-sre.rules.yaml"
+KUBERNETES_RULES_FILE = "alerts/nvrx-sre.kubernetes.rules.yaml"
+"""Optional: needs kube-state-metrics."""
 ALERTMANAGER_FILE = "alerts/alertmanager.yaml"
+TEMPLATES_FILE = "alerts/nvrx-sre.tmpl"
 VALUES_FILE = "alerts/values.yaml"
 RUN_DASHBOARD_FILE = "dashboards/run.json"
 ALERT_REFERENCE_FILE = "docs/reference/alerts.md"

@@ -1,9 +1,10 @@
-"""Prometheus and Alertmanager of this machine, on loopback, with our rules, for one run or a test.
+"""Prometheus and Alertmanager of this machine, on loopback, with our rules, for some runs or a test.
 
 Model: `MonitoringStack` is a context manager. It writes configuration into a private temporary directory,
 starts both servers on ports that they choose themselves (no race for a free port), waits until they answer,
-and ends them by pid. Alertmanager's receivers are `WebhookReceiver`s of this process. `report()` says which
-alerts of the loaded rules fired, were pending, or stayed silent while the stack ran.
+and ends them by pid. What is scraped stands in one file that Prometheus watches, so that runs may come, move
+and go. Alertmanager's receivers are `WebhookReceiver`s of this process. `report()` says which alerts of the
+loaded rules fired, were pending, or stayed silent while the stack ran.
 
 Invariants: nothing is reachable from another host; after `stop` no process, port or directory is left; the
 servers are told to die with the thread that started them where util-linux' `setpriv` is there.
@@ -16,19 +17,21 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import yaml
 
+from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock, seconds
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.monitoring import assets, query
-from nvrx_sre.monitoring.alertmanager import alertmanager_config
+from nvrx_sre.monitoring.alertmanager import Timing, alertmanager_config
 from nvrx_sre.monitoring.promql import duration
 from nvrx_sre.monitoring.webhook import Notification, WebhookReceiver
 
@@ -36,6 +39,11 @@ START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.05
 LOG_TAIL_BYTES = 2_000
+DISCOVERY_INTERVAL_S = 5.0
+"""How often Prometheus reads the targets again where the file system tells it nothing."""
+TARGETS_FILE = "targets.json"
+LOCAL_LABELS = {"cluster": "local", "namespace": "default"}
+"""Where a run of this machine is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +64,41 @@ def find_tools() -> Tools | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StackConfig:
-    """What to scrape and how often. Validated at construction."""
+class ScrapeTarget:
+    """One endpoint. Validated at construction."""
 
-    metrics_urls: tuple[str, ...]
-    """Endpoints to scrape, e.g. `http://127.0.0.1:9400/metrics`."""
+    url: str
+    """E.g. `http://127.0.0.1:9400/metrics`."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels for its series, e.g. cluster and namespace."""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise UserError(f"metrics address {self.url!r} is not an http or https address")
+
+    def to_group(self) -> dict[str, Any]:
+        """The target as Prometheus' file discovery reads it."""
+        parts = urlsplit(self.url)
+        labels = {"__scheme__": parts.scheme, "__metrics_path__": parts.path or "/metrics", **self.labels}
+        return {"targets": [parts.netloc], "labels": labels}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackConfig:
+    """What to scrape at first, and how often. Validated at construction."""
+
+    targets: tuple[ScrapeTarget, ...] = ()
     scrape_interval_s: float = 1.0
     """Between scrapes and between rule evaluations (seconds)."""
     rules: Path | None = None
     """Rule file; None for the shipped one."""
-    target_labels: dict[str, str] = field(default_factory=dict)
-    """Labels for every scraped series, e.g. cluster and namespace."""
     group_wait_s: float = 1.0
     """How long Alertmanager collects before the first notification of a group (seconds)."""
     group_interval_s: float = 5.0
     """Between notifications of a group that changed (seconds)."""
 
     def __post_init__(self) -> None:
-        for url in self.metrics_urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-                raise UserError(f"metrics address {url!r} is not an http or https address")
         for name in ("scrape_interval_s", "group_wait_s", "group_interval_s"):
             if not getattr(self, name) > 0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be greater than 0 seconds")
@@ -92,19 +115,15 @@ class AlertReport:
     """Alerts that reached a receiver as firing, by name, sorted."""
 
 
-def prometheus_config(config: StackConfig, rules: Path, alertmanager_url: str) -> str:
+def prometheus_config(config: StackConfig, rules: Path, targets: Path, alertmanager_url: str) -> str:
     """prometheus.yml of the stack."""
     interval = duration(config.scrape_interval_s)
-    static = []
-    for url in config.metrics_urls:
-        parts = urlsplit(url)
-        labels = {"__scheme__": parts.scheme, "__metrics_path__": parts.path or "/metrics", **config.target_labels}
-        static.append({"targets": [parts.netloc], "labels": labels})
+    discovery = {"files": [str(targets)], "refresh_interval": duration(DISCOVERY_INTERVAL_S)}
     value = {
         "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
         "rule_files": [str(rules)],
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": [urlsplit(alertmanager_url).netloc]}]}]},
-        "scrape_configs": [{"job_name": "nvrx-sre", "static_configs": static}],
+        "scrape_configs": [{"job_name": "nvrx-sre", "file_sd_configs": [discovery]}],
     }
     return yaml.safe_dump(value, sort_keys=False)
 
@@ -158,6 +177,13 @@ class MonitoringStack:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
+    def set_targets(self, targets: Sequence[ScrapeTarget]) -> None:
+        """Scrape these from now on. Returns at once: Prometheus sees the new file within `DISCOVERY_INTERVAL_S`."""
+        if self._directory is None:
+            raise InternalError("the stack has not been started")
+        file = self._directory / TARGETS_FILE
+        write_json_atomically(file, [item.to_group() for item in targets], durable=False)
+
     @property
     def pids(self) -> list[int]:
         """Process ids of the servers that this stack started and has not ended."""
@@ -199,8 +225,7 @@ class MonitoringStack:
         file = directory / "alertmanager.yml"
         value = alertmanager_config(
             webhook_url=self.receiver.url,
-            group_wait_s=self._config.group_wait_s,
-            group_interval_s=self._config.group_interval_s,
+            timing=Timing(group_wait_s=self._config.group_wait_s, group_interval_s=self._config.group_interval_s),
         )
         file.write_text(yaml.safe_dump(value), encoding="utf-8")
         arguments = [
@@ -215,7 +240,9 @@ class MonitoringStack:
     def _start_prometheus(self, directory: Path) -> str:
         rules = self._config.rules or assets.asset(assets.RULES_FILE)
         file = directory / "prometheus.yml"
-        file.write_text(prometheus_config(self._config, rules.resolve(), self.alertmanager_url), encoding="utf-8")
+        self.set_targets(self._config.targets)
+        text = prometheus_config(self._config, rules.resolve(), directory / TARGETS_FILE, self.alertmanager_url)
+        file.write_text(text, encoding="utf-8")
         arguments = [
             f"--config.file={file}",
             f"--storage.tsdb.path={directory / 'prometheus'}",

@@ -20,7 +20,7 @@ from nvrx_sre.events.schema import Action, BudgetReset, FaultClass, Layer, Resto
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.monitoring import assets, query
-from nvrx_sre.monitoring.stack import MonitoringStack, StackConfig
+from nvrx_sre.monitoring.stack import MonitoringStack, ScrapeTarget, StackConfig
 from nvrx_sre.policy.history import History
 from nvrx_sre.policy.ladder import PolicyFault, decide
 from nvrx_sre.telemetry.endpoint import MetricsServer
@@ -30,6 +30,7 @@ from tests import stories
 pytestmark = pytest.mark.live
 
 CLOCK = SystemClock()
+LABELS = {"cluster": "c1", "namespace": "ml"}
 STORY_S = 60.0
 """Room before now for what the stories tell."""
 DEADLINE_S = 30.0
@@ -138,8 +139,7 @@ def test_c68_a_crash_loop_pages_once_and_a_recovery_does_not(runs: dict[str, Liv
     """Recovered: silent. Looping: one page. Stopped with 93: one page, also after its endpoint is gone. Both clear."""
     recovers, loops, halts = runs.values()
     config = StackConfig(
-        metrics_urls=tuple(run.server.url for run in runs.values()),
-        target_labels={"cluster": "c1", "namespace": "ml"},
+        targets=tuple(ScrapeTarget(url=run.server.url, labels=LABELS) for run in runs.values()),
         scrape_interval_s=1.0,
         group_wait_s=1.0,
         group_interval_s=1.0,
@@ -191,7 +191,7 @@ def test_every_panel_of_the_run_dashboard_gets_data(runs: dict[str, LiveRun]) ->
     """Each query runs on a real Prometheus and returns series, but for the short list that is empty when healthy."""
     document = json.loads(assets.asset(assets.RUN_DASHBOARD_FILE).read_text())
     variables = {"$__rate_interval": "1m", "$__range": "1h", "$cluster": ".*", "$namespace": ".*", "$run": "loops"}
-    with MonitoringStack(StackConfig(metrics_urls=(runs["loops"].server.url,))) as stack:
+    with MonitoringStack(StackConfig(targets=(ScrapeTarget(url=runs["loops"].server.url, labels=LABELS),))) as stack:
         scraped(runs["loops"])
         empty = set()
         for panel in document["panels"]:
@@ -209,7 +209,7 @@ def test_every_panel_of_the_run_dashboard_gets_data(runs: dict[str, LiveRun]) ->
 
 def test_a_quiet_stack_reports_silence_and_leaves_nothing_behind(runs: dict[str, LiveRun]) -> None:
     """No alert, no notification; after the end neither process nor directory is left."""
-    with MonitoringStack(StackConfig(metrics_urls=(runs["recovers"].server.url,))) as stack:
+    with MonitoringStack(StackConfig(targets=(ScrapeTarget(url=runs["recovers"].server.url, labels=LABELS),))) as stack:
         scraped(runs["recovers"])
         assert stack.wait_until(lambda: bool(query.instant(stack.prometheus_url, "up == 1")), DEADLINE_S)
         report = stack.report()
@@ -226,7 +226,7 @@ def test_broken_rules_end_in_one_error_and_nothing_is_left(tmp_path: Path) -> No
     """Prometheus refuses the file: its own words are in the error, both servers are gone."""
     rules = tmp_path / "rules.yaml"
     rules.write_text("groups: [{name: g, rules: [{alert: A, expr: 'sum('}]}]\n")
-    stack = MonitoringStack(StackConfig(metrics_urls=("http://127.0.0.1:1/metrics",), rules=rules))
+    stack = MonitoringStack(StackConfig(rules=rules))
     with pytest.raises(InternalError, match="did not become ready"), stack:
         pass
     assert stack.pids == []

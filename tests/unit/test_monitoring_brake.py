@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nvrx_sre.cli.brake import STAMP_FILE, DirectoryStore, address
+from nvrx_sre.cli.main import main
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import StorageError, UsageError, UserError
 from nvrx_sre.launcher.braking import BrakeConsent, read_consent, write_consent
@@ -217,7 +218,8 @@ def test_addresses() -> None:
             address(text)
 
 
-def test_a_label_without_value_is_refused(nvrx_sre_command: Any, tmp_path: Path) -> None:
+def test_a_label_without_value_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """One clear line and exit 78."""
-    done = nvrx_sre_command("brake", "--root", str(tmp_path), "--alert", "A", "--token-file", "t", "--label", "cluster")
-    assert (done.returncode, done.stderr) == (UserError.exit_code, "nvrx-sre: --label 'cluster' is not NAME=VALUE\n")
+    arguments = ["--root", str(tmp_path), "--alert", "A", "--token-file", "t", "--label", "cluster"]
+    assert main(["brake", *arguments]) == UserError.exit_code
+    assert capsys.readouterr().err == "nvrx-sre: --label 'cluster' is not NAME=VALUE\n"

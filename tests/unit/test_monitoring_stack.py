@@ -17,27 +17,39 @@ ALERT = {"status": "firing", "labels": {"alertname": "NvrxRunHalted", "severity"
 BODY = json.dumps({"receiver": "page", "status": "firing", "alerts": [ALERT]}).encode()
 
 
-def test_prometheus_scrapes_the_given_address_at_the_given_interval() -> None:
-    """Host, path, extra labels, rules and Alertmanager are in the configuration."""
-    config = stack.StackConfig(
-        metrics_urls=("http://127.0.0.1:9400/m",), scrape_interval_s=0.5, target_labels={"cluster": "c"}
-    )
-    document = yaml.safe_load(stack.prometheus_config(config, Path("/r.yaml"), "http://127.0.0.1:9093"))
+def test_prometheus_scrapes_what_the_targets_file_says() -> None:
+    """Interval, targets file, rules and Alertmanager are in the configuration."""
+    config = stack.StackConfig(scrape_interval_s=0.5)
+    text = stack.prometheus_config(config, Path("/r.yaml"), Path("/t.json"), "http://127.0.0.1:9093")
+    document = yaml.safe_load(text)
     assert document["global"]["scrape_interval"] == document["global"]["evaluation_interval"] == "500ms"
-    (target,) = document["scrape_configs"][0]["static_configs"]
-    assert target["targets"] == ["127.0.0.1:9400"]
-    assert target["labels"] == {"__scheme__": "http", "__metrics_path__": "/m", "cluster": "c"}
+    assert document["scrape_configs"][0]["file_sd_configs"][0]["files"] == ["/t.json"]
     assert document["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] == ["127.0.0.1:9093"]
     assert document["rule_files"] == ["/r.yaml"]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"metrics_urls": ("127.0.0.1:9400",)}, {"scrape_interval_s": 0.0}, {"group_wait_s": -1.0}]
-)
+def test_a_target_is_host_path_scheme_and_labels() -> None:
+    """As file discovery reads it; without a path it is the usual one."""
+    target = stack.ScrapeTarget(url="https://127.0.0.1:9400/m", labels={"cluster": "c"})
+    assert target.to_group() == {
+        "targets": ["127.0.0.1:9400"],
+        "labels": {"__scheme__": "https", "__metrics_path__": "/m", "cluster": "c"},
+    }
+    assert stack.ScrapeTarget(url="http://h:1").to_group()["labels"]["__metrics_path__"] == "/metrics"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:9400", "ftp://h/metrics", "http:///metrics"])
+def test_a_target_that_is_no_http_address_is_refused(url: str) -> None:
+    """It would only be found out by a scrape that fails."""
+    with pytest.raises(UserError, match="not an http or https address"):
+        stack.ScrapeTarget(url=url)
+
+
+@pytest.mark.parametrize("changes", [{"scrape_interval_s": 0.0}, {"group_wait_s": -1.0}])
 def test_a_stack_that_cannot_work_is_refused(changes: dict) -> None:
-    """An address without scheme, an interval that is not positive."""
+    """An interval that is not positive."""
     with pytest.raises(UserError):
-        stack.StackConfig(**{"metrics_urls": (), **changes})
+        stack.StackConfig(**changes)
 
 
 def test_missing_tools_are_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -45,7 +57,7 @@ def test_missing_tools_are_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("PATH", str(tmp_path))
     assert stack.find_tools() is None
     with pytest.raises(UserError, match="install prometheus"):
-        stack.MonitoringStack(stack.StackConfig(metrics_urls=()))
+        stack.MonitoringStack(stack.StackConfig())
 
 
 def test_debians_name_of_alertmanager_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,244 @@
+"""`nvrx-sre monitor`: Prometheus and Alertmanager of this machine for some runs, and what fires.
+
+Model: `Watched` reads which endpoints the run directories name (metrics.json, which each launcher's start writes
+anew) and gives them to the stack's targets file, so that restarted launchers and new runs appear by themselves. Each
+turn asks Prometheus for the alerts and shows what changed: a table on a terminal, a line a change elsewhere. Runs
+until Ctrl-C, SIGTERM or the terminal's end; servers, ports and files are gone then.
+
+Must not: be needed by a run, or listen beyond loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import click
+import psutil
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from nvrx_sre.cli.halt import existing_run
+from nvrx_sre.cli.report import make_console
+from nvrx_sre.cli.run_options import DEFAULT_RUNS
+from nvrx_sre.cli.serving import stop_signals
+from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.core.tls import is_loopback
+from nvrx_sre.launcher.rundir import RunDirectory, read_json
+from nvrx_sre.monitoring import generate, query
+from nvrx_sre.monitoring.stack import LOCAL_LABELS, MonitoringStack, ScrapeTarget, StackConfig
+from nvrx_sre.monitoring.values import Values, load_values
+
+TURN_S = 1.0
+"""Between two looks at the run directories and at the alerts."""
+ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+STYLES = {"critical": "bold red", "warning": "yellow"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where a launcher says that it serves its metrics."""
+
+    run: str
+    directory: Path
+    url: str
+    pid: int
+
+    def target(self) -> ScrapeTarget:
+        """What Prometheus scrapes; the directory that holds the run's is its namespace."""
+        labels = {**LOCAL_LABELS, "namespace": self.directory.parent.name or LOCAL_LABELS["namespace"]}
+        return ScrapeTarget(url=self.url, labels=labels)
+
+    def is_live(self) -> bool:
+        """Whether its launcher still runs, as far as this machine can know."""
+        return not is_loopback(urlsplit(self.url).hostname or "") or psutil.pid_exists(self.pid)
+
+
+class Watched:
+    """Endpoints of the runs to watch. Not thread-safe."""
+
+    def __init__(self, directories: Sequence[Path], root: Path | None) -> None:
+        self._directories = directories
+        self._root = root
+        self._known: dict[Path, Endpoint] = {}
+
+    def refresh(self) -> list[Endpoint]:
+        """Endpoints to scrape now.
+
+        One whose launcher died stays: that it is missing is what the rules must see. One whose run ended in order
+        goes, and one that was dead before we came never appears.
+        """
+        found: dict[Path, Endpoint] = {}
+        for directory in self._candidates():
+            endpoint = read_endpoint(directory)
+            if endpoint is None:
+                continue
+            if endpoint.is_live() or (self._known.get(directory) == endpoint and not has_ended(directory)):
+                found[directory] = endpoint
+        self._known = found
+        return list(found.values())
+
+    def _candidates(self) -> Iterable[Path]:
+        below = sorted(path.parent for path in self._root.glob("*/metrics.json")) if self._root is not None else []
+        return dict.fromkeys([*self._directories, *(path.absolute() for path in below)])
+
+
+def read_endpoint(directory: Path) -> Endpoint | None:
+    """What metrics.json says; None if there is none (yet) or it is damaged."""
+    value = read_json(RunDirectory(directory).metrics)
+    try:
+        parts = urlsplit(str(value["url"]))
+        host = ANY_HOST.get(parts.hostname or "", parts.hostname or "")
+        netloc = f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"
+        url = urlunsplit((parts.scheme, netloc, parts.path, "", ""))
+        return Endpoint(run=str(value["run"]), directory=directory, url=url, pid=int(value["pid"]))
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def has_ended(directory: Path) -> bool:
+    """Whether the newest launcher ended in order: it writes the summary last."""
+    paths = RunDirectory(directory)
+    try:
+        return paths.summary.stat().st_mtime_ns >= paths.metrics.stat().st_mtime_ns
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """One alert as it is shown."""
+
+    state: str
+    alert: str
+    namespace: str
+    run: str
+    severity: str
+    summary: str
+
+
+def shown_alerts(alerts: Iterable[Mapping[str, Any]]) -> list[Shown]:
+    """Alerts of Prometheus' API that a person should see, most urgent first."""
+    found = [
+        Shown(
+            state=item["state"],
+            alert=item["labels"]["alertname"],
+            namespace=item["labels"].get("namespace", ""),
+            run=item["labels"].get("run", ""),
+            severity=item["labels"].get("severity", ""),
+            summary=item["annotations"].get("summary", ""),
+        )
+        for item in alerts
+    ]
+    order = list(STYLES)
+    return sorted(
+        (item for item in found if item.severity in order),
+        key=lambda item: (item.state != "firing", order.index(item.severity), item.run, item.alert),
+    )
+
+
+def changes(before: Sequence[Shown], now: Sequence[Shown]) -> list[str]:
+    """One line for each alert that began to fire or ceased to."""
+    was, fires = _firing(before), _firing(now)
+    began = [f"firing {_what(item)}: {item.summary}" for key, item in fires.items() if key not in was]
+    ceased = [f"resolved {_what(item)}" for key, item in was.items() if key not in fires]
+    return began + ceased
+
+
+def _firing(alerts: Sequence[Shown]) -> dict[tuple[str, str, str], Shown]:
+    return {(item.alert, item.namespace, item.run): item for item in alerts if item.state == "firing"}
+
+
+def _what(item: Shown) -> str:
+    return f"{item.severity} {item.alert} namespace={item.namespace} run={item.run}"
+
+
+def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown]) -> Table:
+    """What is watched and what fires, for a terminal."""
+    runs = ", ".join(item.run for item in endpoints) or "none yet"
+    table = Table(title=f"runs: {runs}", title_justify="left", expand=True)
+    for name in ("state", "severity", "run", "alert", "summary"):
+        table.add_column(name, overflow="fold")
+    for item in alerts:
+        table.add_row(
+            item.state, item.severity, item.run, item.alert, item.summary, style=STYLES.get(item.severity, "")
+        )
+    if not alerts:
+        table.add_row("quiet", "", "", "", "nothing fires")
+    return table
+
+
+@click.command("monitor")
+@click.argument(
+    "run_dirs", nargs=-1, type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="[RUN_DIR]..."
+)
+@click.option("--root", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
+              help="Watch every run below DIR, new ones too.  [default: runs, without RUN_DIR]")  # fmt: skip
+@click.option("--values", "values_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="YAML file that overrides values of the rules.")  # fmt: skip
+@click.option("--scrape-interval", type=click.FloatRange(0.1), default=5.0, show_default=True, metavar="S",
+              help="Seconds between scrapes, and between evaluations.")  # fmt: skip
+def command(run_dirs: tuple[Path, ...], root: Path | None, values_path: Path | None, scrape_interval: float) -> int:
+    """Watch runs of this machine with Prometheus and Alertmanager from the PATH, on loopback."""
+    for run_dir in run_dirs:
+        existing_run(run_dir)
+    if root is None and not run_dirs:
+        root = DEFAULT_RUNS
+    watched = Watched([path.absolute() for path in run_dirs], root)
+    values = Values() if values_path is None else load_values(values_path)
+    console = make_console()
+    with tempfile.TemporaryDirectory(prefix="nvrx-sre-monitor-") as directory, stop_signals() as stopped:
+        rules = Path(directory) / "nvrx-sre.rules.yaml"
+        rules.write_text(generate.rules_file(values), encoding="utf-8")
+        with MonitoringStack(StackConfig(scrape_interval_s=scrape_interval, rules=rules)) as stack:
+            console.print(f"Prometheus at {stack.prometheus_url} and Alertmanager at {stack.alertmanager_url}")
+            view = View(console)
+            with view:
+                while not stopped.wait(TURN_S):
+                    view.turn(stack, watched)
+    console.print("stopped")
+    return ExitCode.FINISHED
+
+
+class View:
+    """Shows one turn after the other: a live table on a terminal, changes as lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._endpoints: list[Endpoint] | None = None
+        self._alerts: list[Shown] = []
+
+    def __enter__(self) -> View:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def turn(self, stack: MonitoringStack, watched: Watched) -> None:
+        """Look once. What Prometheus cannot answer now is asked again at the next turn."""
+        endpoints = watched.refresh()
+        if endpoints != self._endpoints:
+            stack.set_targets([item.target() for item in endpoints])
+            self._say(f"watching {', '.join(f'{item.run} ({item.url})' for item in endpoints) or 'no run yet'}")
+            self._endpoints = endpoints
+        with contextlib.suppress(query.QueryError):
+            alerts = shown_alerts(query.alerts(stack.prometheus_url))
+            for line in changes(self._alerts, alerts):
+                self._say(line)
+            self._alerts = alerts
+        if self._live is not None:
+            self._live.update(alert_table(endpoints, self._alerts), refresh=True)
+
+    def _say(self, line: str) -> None:
+        if self._live is None:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)

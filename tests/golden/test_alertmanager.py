@@ -1,0 +1,179 @@
+"""Alertmanager's configuration and texts, checked by amtool: routes, inhibition, and a payload rendered."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+from nvrx_sre.monitoring import alertmanager, assets
+from nvrx_sre.monitoring.alerts import alert_rules
+from nvrx_sre.monitoring.inhibition import BLIND, INHIBITIONS, LADDER, SIGNS
+from nvrx_sre.monitoring.notices import FACTS, RESOLVED_TEXT
+from nvrx_sre.monitoring.values import Values
+
+VALUES = Values()
+RECORDING = Path(__file__).resolve().parents[1] / "recordings" / "notification.json"
+"""What Alertmanager posted for a crash loop, firing and resolved (tests/live/test_live_notifications.py says how)."""
+
+
+def amtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The real amtool."""
+    found = shutil.which("amtool")
+    assert found is not None, "install prometheus-alertmanager"
+    return subprocess.run([found, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The shipped example, with its templates where it looks for them."""
+    file = tmp_path / "alertmanager.yaml"
+    text = assets.asset(assets.ALERTMANAGER_FILE).read_text()
+    file.write_text(text.replace(alertmanager.TEMPLATES_GLOB, str(assets.asset(assets.TEMPLATES_FILE))))
+    return file
+
+
+def test_amtool_accepts_the_example_and_its_templates(example: Path) -> None:
+    """Configuration and one template file."""
+    checked = amtool("check-config", str(example))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "1 templates" in checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("labels", "receiver"),
+    [
+        ({"severity": "critical"}, "page"),
+        ({"severity": "warning"}, "ticket"),
+        ({"severity": "info"}, "none"),
+        ({"severity": "critical", "priority": "prod"}, "page"),
+        ({"severity": "critical", "priority": "dev"}, "ticket"),
+        ({"severity": "info", "priority": "dev"}, "none"),
+        ({"alertname": "NvrxWatchdog", "severity": "info"}, "deadman"),
+        ({"alertname": "NvrxWatchdog", "severity": "critical"}, "deadman"),
+    ],
+)
+def test_routes(example: Path, labels: dict[str, str], receiver: str) -> None:
+    """By severity; a run of priority dev never pages; the watchdog goes to the dead man's switch alone."""
+    given = [f"{name}={value}" for name, value in {"run": "demo", **labels}.items()]
+    routed = amtool("config", "routes", "test", f"--config.file={example}", *given)
+    assert routed.stdout.strip() == receiver, routed.stderr
+
+
+def test_the_ladder_of_inhibition() -> None:
+    """Halted over looping over overdue over the signs; what is blind silences the signs and nothing else."""
+    assert dict(INHIBITIONS) == {
+        "NvrxRunHalted": ("NvrxCrashLooping", "NvrxRecoveryOverdue", *SIGNS),
+        "NvrxCrashLooping": ("NvrxRecoveryOverdue", *SIGNS),
+        "NvrxRecoveryOverdue": SIGNS,
+        "NvrxTargetMissing": SIGNS,
+        "NvrxLauncherStuck": SIGNS,
+    }
+
+
+def test_what_is_named_is_an_alert() -> None:
+    """A renamed alert would silently page twice."""
+    names = {rule.name for rule in alert_rules(VALUES)}
+    assert {*LADDER, *BLIND, *SIGNS, alertmanager.WATCHDOG} - names == set()
+
+
+def test_nothing_crosses_runs() -> None:
+    """All labels of the key are equal, and the source carries each of them: two missing ones would be equal too."""
+    document = yaml.safe_load(assets.asset(assets.ALERTMANAGER_FILE).read_text())
+    for rule in document["inhibit_rules"]:
+        assert rule["equal"] == list(VALUES.group_labels)
+        assert {f'{key}=~".+"' for key in VALUES.group_labels} < set(rule["source_matchers"])
+
+
+# --- texts ----------------------------------------------------------------------------------------------------
+
+
+def render(template: str, payload: dict[str, Any], directory: Path) -> str:
+    """amtool's rendering of one template of the shipped file."""
+    data = directory / "payload.json"
+    data.write_text(json.dumps(payload))
+    done = amtool(
+        *("template", "render", f"--template.glob={assets.asset(assets.TEMPLATES_FILE)}"),
+        *(f"--template.data={data}", f'--template.text={{{{ template "{template}" . }}}}'),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "<no value>" not in done.stdout
+    return done.stdout.strip()
+
+
+def recorded(status: str) -> dict[str, Any]:
+    """The recorded payload with this status."""
+    value: dict[str, Any] = json.loads(RECORDING.read_text())[status]
+    return value
+
+
+def test_a_page_answers_the_first_questions_in_order(tmp_path: Path) -> None:
+    """Summary, verdict, progress, culprit host, idle devices, then the links, each from the recorded payload."""
+    payload = recorded("firing")
+    (alert,) = payload["alerts"]
+    lines = render("nvrx.slack.text", payload, tmp_path).splitlines()
+    assert lines[0] == f"*{alert['annotations']['summary']}*"
+    assert lines[1:5] == [f"{label}: {alert['annotations'][name]}" for label, name in FACTS]
+    assert alert["annotations"]["description"] in lines
+    assert (
+        f"<{alert['annotations']['runbook_url']}|Runbook> | <{alert['annotations']['dashboard_url']}|Dashboard>"
+        in lines
+    )
+    assert lines[-1].startswith("Silence: http")
+
+
+def test_the_facts_of_the_recorded_page_are_those_of_the_run(tmp_path: Path) -> None:
+    """In words: what it is, that nothing is gained, which host, and what stands idle."""
+    facts = recorded("firing")["alerts"][0]["annotations"]
+    assert facts["verdict"] in ("halted", "recovering", "backoff")
+    assert re.fullmatch(r"no new step for .+", facts["progress"])
+    assert re.fullmatch(r"rank 1 on \S+", facts["culprit"])
+    assert re.fullmatch(r"2 devices", facts["idle"])
+
+
+def test_the_silence_link_names_this_run_and_alert(tmp_path: Path) -> None:
+    """The filter is readable by Alertmanager: matchers in braces, nothing of another run."""
+    payload = recorded("firing")
+    link = urlsplit(render("nvrx.silence", payload, tmp_path))
+    filter_text = unquote(link.fragment.partition("?filter=")[2])
+    labels = payload["alerts"][0]["labels"]
+    wanted = ",".join(f'{key}="{labels[key]}"' for key in ("cluster", "namespace", "run", "alertname"))
+    assert filter_text == f"{{{wanted}}}"
+
+
+def test_a_resolved_page_says_how_it_ended(tmp_path: Path) -> None:
+    """Outage and rollback, in title and text; no link to a silence any more."""
+    payload = recorded("resolved")
+    assert render("nvrx.title", payload, tmp_path).startswith("[RESOLVED] NvrxCrashLooping: run ")
+    text = render("nvrx.slack.text", payload, tmp_path)
+    assert re.fullmatch(r"NvrxCrashLooping: recovered in [\d.]+m?s?( \S+s)*, rollback \d+ steps?", text), text
+    assert render("nvrx.slack.color", payload, tmp_path) == "good"
+
+
+def test_a_foreign_alert_is_rendered_without_empty_lines(tmp_path: Path) -> None:
+    """Facts that it does not have take no line; when it resolves a plain sentence stands in."""
+    payload = recorded("firing")
+    for name in [*(name for _, name in FACTS), "resolved"]:
+        payload["alerts"][0]["annotations"].pop(name, None)
+    text = render("nvrx.text", payload, tmp_path)
+    assert not any(f"{label}:" in text for label, _ in FACTS)
+    assert "\n\n" not in text
+    payload["status"] = payload["alerts"][0]["status"] = "resolved"
+    assert render("nvrx.text", payload, tmp_path) == f"NvrxCrashLooping: {RESOLVED_TEXT}"
+
+
+def test_every_template_of_the_example_exists_and_renders(tmp_path: Path) -> None:
+    """All texts that the example's receivers ask for, for a page and for its end."""
+    text = assets.asset(assets.ALERTMANAGER_FILE).read_text()
+    names = sorted(set(re.findall(r'template "([^"]+)"', text)))
+    assert len(names) >= 12
+    for name in names:
+        assert render(name, recorded("firing"), tmp_path) or name == "nvrx.resolved"
+        render(name, recorded("resolved"), tmp_path)

@@ -1,0 +1,128 @@
+"""What `monitor` watches and shows, without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvrx_sre.cli.main import main
+from nvrx_sre.cli.monitor import Endpoint, Shown, Watched, alert_table, changes, read_endpoint, shown_alerts
+from nvrx_sre.core.errors import UserError
+from nvrx_sre.monitoring.stack import LOCAL_LABELS
+
+
+def serve(directory: Path, pid: int, port: int = 9400, host: str = "127.0.0.1") -> Path:
+    """A run directory whose launcher says where it serves."""
+    directory.mkdir(parents=True, exist_ok=True)
+    where = {"url": f"http://{host}:{port}/metrics", "pid": pid, "run": directory.name}
+    (directory / "metrics.json").write_text(json.dumps(where))
+    return directory
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    """A process id that was real and is gone."""
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def urls(watched: Watched) -> list[str]:
+    """What is scraped at the next turn."""
+    return [item.url for item in watched.refresh()]
+
+
+def test_new_runs_and_restarted_launchers_appear(tmp_path: Path) -> None:
+    """Below the root at any time, and under the newest address."""
+    watched = Watched([], tmp_path)
+    assert urls(watched) == []
+    serve(tmp_path / "a", os.getpid(), 1)
+    serve(tmp_path / "b", os.getpid(), 2)
+    assert urls(watched) == ["http://127.0.0.1:1/metrics", "http://127.0.0.1:2/metrics"]
+    serve(tmp_path / "a", os.getpid(), 3)
+    assert urls(watched) == ["http://127.0.0.1:3/metrics", "http://127.0.0.1:2/metrics"]
+
+
+def test_a_given_directory_is_watched_once(tmp_path: Path) -> None:
+    """Also when it lies below the root."""
+    serve(tmp_path / "a", os.getpid(), 1)
+    assert urls(Watched([tmp_path / "a"], tmp_path)) == ["http://127.0.0.1:1/metrics"]
+
+
+def test_a_launcher_that_died_stays_and_one_that_ended_goes(tmp_path: Path, dead_pid: int) -> None:
+    """The rules must see that a target is missing; a run that ended in order is not missing."""
+    directory = serve(tmp_path / "a", os.getpid(), 1)
+    watched = Watched([directory], None)
+    (alive,) = watched.refresh()
+    serve(directory, dead_pid, 1)
+    watched._known = {directory: Endpoint(run="a", directory=directory, url=alive.url, pid=dead_pid)}
+    assert urls(watched) == ["http://127.0.0.1:1/metrics"]
+    (directory / "summary.json").write_text("{}")
+    assert urls(watched) == []
+
+
+def test_what_was_dead_before_never_appears(tmp_path: Path, dead_pid: int) -> None:
+    """A directory of last week names a port that may be somebody else's now."""
+    serve(tmp_path / "a", dead_pid)
+    assert urls(Watched([], tmp_path)) == []
+
+
+def test_addresses_and_labels(tmp_path: Path) -> None:
+    """An endpoint on all addresses is scraped on loopback; damage is none; the namespace is the parent's name."""
+    directory = serve(tmp_path / "site" / "a", os.getpid(), 1, "0.0.0.0")
+    endpoint = read_endpoint(directory)
+    assert endpoint is not None
+    assert endpoint.url == "http://127.0.0.1:1/metrics"
+    assert endpoint.target().labels == {**LOCAL_LABELS, "namespace": "site"}
+    for content in ("", "[]", '{"url": 5}', '{"url": "http://h:port/", "pid": 1, "run": "a"}'):
+        (directory / "metrics.json").write_text(content)
+        assert read_endpoint(directory) is None
+    assert read_endpoint(tmp_path) is None
+
+
+def alert(name: str, severity: str, state: str = "firing", run: str = "demo") -> dict[str, Any]:
+    """An alert as Prometheus' API gives it."""
+    labels = {"alertname": name, "severity": severity, "run": run, "namespace": "runs"}
+    return {"state": state, "labels": labels, "annotations": {"summary": f"{run}: {name}"}}
+
+
+def test_the_most_urgent_comes_first_and_the_watchdog_is_not_shown() -> None:
+    """Firing before pending, critical before warning, info not at all."""
+    given = [
+        alert("NvrxWatchdog", "info"),
+        alert("NvrxSlowRank", "warning"),
+        alert("NvrxRunStalled", "critical", "pending"),
+        alert("NvrxRunHalted", "critical"),
+    ]
+    assert [item.alert for item in shown_alerts(given)] == ["NvrxRunHalted", "NvrxSlowRank", "NvrxRunStalled"]
+
+
+def test_changes_are_told_once() -> None:
+    """A line when an alert begins to fire and one when it ceases; pending and unchanged ones say nothing."""
+    first = shown_alerts([alert("NvrxRunHalted", "critical"), alert("NvrxSlowRank", "warning", "pending")])
+    assert changes([], first) == ["firing critical NvrxRunHalted namespace=runs run=demo: demo: NvrxRunHalted"]
+    assert changes(first, first) == []
+    second = shown_alerts([alert("NvrxRunHalted", "critical", run="other")])
+    assert changes(first, second) == [
+        "firing critical NvrxRunHalted namespace=runs run=other: other: NvrxRunHalted",
+        "resolved critical NvrxRunHalted namespace=runs run=demo",
+    ]
+
+
+def test_the_table_says_when_all_is_quiet() -> None:
+    """An empty table would look like a broken one."""
+    assert alert_table([], []).row_count == 1
+    shown = Shown(state="firing", alert="A", namespace="n", run="r", severity="critical", summary="s")
+    assert alert_table([], [shown, shown]).row_count == 2
+
+
+def test_what_is_no_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Before a server is started."""
+    assert main(["monitor", str(tmp_path)]) == UserError.exit_code
+    assert "is not a run directory" in capsys.readouterr().err
