@@ -100,7 +100,7 @@ def _put_back(fold: Snapshotted, state: Mapping[str, Any]) -> None:
 def _encode(value: Any) -> Any:
     if value is None or isinstance(value, bool | float) or type(value) in (int, str):
         return value
-    if isinstance(value, Enum):
+    if isinstance(value, Enum) and type(value).__name__ in _CLASSES:
         return ["enum", type(value).__name__, value.value]
     if isinstance(value, Snapshotted):
         return _state(value)

@@ -29,6 +29,7 @@ from nvrx_sre.events.schema import (
     StepsCommitted,
     TelemetryDegraded,
 )
+from nvrx_sre.events.snapshot import Snapshotted
 
 _MAX_REMEMBERED = 256
 """Faults remembered; every cap and window is far smaller."""
@@ -45,8 +46,14 @@ class Attempt:
     high_water: int
 
 
-class History:
+class History(Snapshotted):
     """Fold of the journal for the policy. All times are wall nanoseconds, as in `Record.time_ns`."""
+
+    STATE = (
+        *("high_water", "first_step_ns", "durable_step", "restored_step", "attempts", "progress_unknown"),
+        *("_progress", "_cure", "_fruitless", "_num_journal_dropped"),
+    )
+    STORED = (Attempt,)
 
     def __init__(self) -> None:
         self.high_water = 0

@@ -1,6 +1,7 @@
 """The facade that the launcher's shell holds: one record in, every view of it updated.
 
     record -> redactor -> journal -> ledger, incidents, summary -> metrics -> spans -> log -> extra sinks
+                             ^------- snapshot of the folds whenever a segment is full
 
 Journal, spans, OTLP, log and extra sinks have threads and bounded queues of their own, so recording costs
 the loop the folds and a few appends. Whatever fails ends at one boundary (`telemetry.boundary`): counted,
@@ -14,7 +15,7 @@ reads from its own threads. Must not: raise after construction, decide anything.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,24 +23,31 @@ from typing import Any
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE, make_private_directory
 from nvrx_sre.core.clock import Clock, SystemClock, to_ns
 from nvrx_sre.core.limits import Limits
-from nvrx_sre.events.journal import JournalWriter, read_journal
+from nvrx_sre.events.journal import JournalReader, JournalWriter, Snapshot
 from nvrx_sre.events.schema import IncidentClosed, ProgressResumed, Record
-from nvrx_sre.goodput.incidents import FollowUp, IncidentTracker
-from nvrx_sre.goodput.ledger import Ledger
-from nvrx_sre.goodput.summary import SummaryFold
+from nvrx_sre.events.snapshot import Snapshotted, fits, put_back, take
+from nvrx_sre.goodput.incidents import FollowUp
+from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.boundary import Boundary, SinkThread
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.endpoint import EndpointSecurity, MetricsServer
+from nvrx_sre.telemetry.folded import FoldedRun
+from nvrx_sre.telemetry.labels import RankMetrics
 from nvrx_sre.telemetry.logs import EventLog
-from nvrx_sre.telemetry.metrics import MetricsFold, MetricSources
+from nvrx_sre.telemetry.metric import Metric, Scope
+from nvrx_sre.telemetry.metrics import MetricSources
+from nvrx_sre.telemetry.node_board import NodeBoard
 from nvrx_sre.telemetry.otlp import OtlpSink
 from nvrx_sre.telemetry.redact import Redactor, blanked
-from nvrx_sre.telemetry.spans import FinishedSpan, SpanFile, SpanFold
+from nvrx_sre.telemetry.spans import FinishedSpan, SpanFile
+from nvrx_sre.telemetry.values import Values
 
 SCRAPE_SYNC_S = 2.0
 """Longest wait of a scrape for the journal; beyond it counters stay at the last synced values."""
 SCRAPES_AFTER_END = 2
 """Scrapes that must have seen the terminal state before the endpoint goes."""
+ROTATE_AFTER_RECORDS = 20_000
+"""A replay of more records than this is made short for the next launcher by a snapshot at once."""
 
 Sink = Callable[[Record], None]
 LogItem = tuple[Record, tuple[str, str] | None]
@@ -61,6 +69,9 @@ class TelemetryConfig:
     """OTLP/HTTP traces URL, or None for no export."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Whose secret variables are masked wherever their values appear."""
+    rank_metrics: RankMetrics = RankMetrics.ALL
+    is_leader: bool = True
+    """Exports the families of the job."""
     sinks: tuple[Sink, ...] = ()
     """Further views of live records (a terminal reporter), called on a thread of their own."""
 
@@ -83,17 +94,24 @@ class Telemetry:
         self._log: EventLog | None = None
         self.redactor = Redactor.from_environment(config.environment)
         self.boundary = Boundary(self.clock, self._note)
-        self.ledger = Ledger()
-        self.tracker = IncidentTracker(self.run, self.limits.caps)
-        self.summary_fold = SummaryFold(self.run, self.ledger, self.tracker)
-        self.spans = SpanFold(self.run, self.tracker)
+        self.board = NodeBoard(config.rank_metrics)
+        """Live readings of the node and its ranks; fed by the launcher."""
+        self.companions: dict[str, Snapshotted] = {}
+        """Further folds that snapshots hold: the launcher's own."""
+        self._is_leader = config.is_leader
+        self._rotation_due = False
         sources = MetricSources(
             sync=lambda: self.journal.sync(SCRAPE_SYNC_S),
             dropped=self.num_dropped,
             errors=self.num_errors,
+            fill=self._fill_node,
+            exports=self._exports,
             lock=self._lock,
         )
-        self.metrics = MetricsFold(self.run, self.ledger, self.tracker, self.clock, self.limits, sources)
+        folded = FoldedRun(self.run, clock=self.clock, limits=self.limits, sources=sources)
+        self._parts = folded.parts
+        self.ledger, self.tracker = folded.ledger, folded.tracker
+        self.summary_fold, self.spans, self.metrics = folded.summary, folded.spans, folded.metrics
         # Before any thread or file: a port that is taken must leave nothing behind.
         self.server = MetricsServer(
             self.metrics.registry,
@@ -133,23 +151,27 @@ class Telemetry:
         """The real port."""
         return self.server.port
 
-    def replay(self, records: Iterable[Record] | None = None) -> None:
+    def replay(self, records: Sequence[Record] | None = None, snapshot: Snapshot | None = None) -> None:
         """Fold what earlier launchers recorded (default: this run's journal), then answer scrapes.
 
         What the last launcher had still to emit when it died is returned by the first `record`.
         """
         directory = self.run_dir / "journal"
-        if records is None:
-            records = read_journal(directory) if directory.is_dir() else ()
-        self.boundary.call(Component.JOURNAL, self._replay, records)
+        if records is None and directory.is_dir():
+            reader = JournalReader(directory, fits=lambda folds: fits(self._parts, folds))
+            records, snapshot = list(reader), reader.snapshot
+        self.boundary.call(Component.JOURNAL, self._replay, records or (), snapshot)
         self.boundary.call(Component.METRICS, self.metrics.mark_synced)
         self._ready = True
 
-    def _replay(self, records: Iterable[Record]) -> None:
+    def _replay(self, records: Sequence[Record], snapshot: Snapshot | None) -> None:
+        if snapshot is not None:
+            put_back(self._parts, snapshot.folds)
         for record in records:
             if self._pending and isinstance(record.event, (ProgressResumed, IncidentClosed)):
                 self._pending.pop(0)
             self._pending += self._fold(record)
+        self._rotation_due = len(records) > ROTATE_AFTER_RECORDS
 
     def record(self, record: Record) -> list[FollowUp]:
         """Take one live record into every view; returns events to stamp and record next, with their rank.
@@ -160,10 +182,25 @@ class Telemetry:
         self.boundary.call(Component.JOURNAL, self.journal.append, record)
         pending, self._pending = self._pending, []
         follow_ups = pending + self._fold(record)
+        if not follow_ups and (self.journal.is_full or self._rotation_due):
+            self.boundary.call(Component.JOURNAL, self._rotate, record)
         self.boundary.call(Component.LOG, self._log_sink.submit, (record, self.spans.current_trace))
         for reporter in self._reporters:
             self.boundary.call(Component.REPORTER, reporter.submit, record)
         return follow_ups
+
+    def _rotate(self, last: Record) -> None:
+        """Begin a new segment after `last`, unless events that follow from a record are still to be recorded."""
+        if isinstance(last.event, (ProgressResumed, IncidentClosed)):
+            return
+        self._rotation_due = False
+        with self._lock:
+            folds = take(self._parts | self.companions)
+        self.journal.rotate(Snapshot(last=(last.epoch, last.seq), folds=folds))
+
+    def resign(self) -> None:
+        """This launcher leads the run no longer: the job's families are its successor's to export."""
+        self._is_leader = False
 
     def loop_turned(self) -> None:
         """The launcher's main loop turned: feeds the heartbeat series and `/healthz`."""
@@ -227,6 +264,14 @@ class Telemetry:
             for sink in self._span_sinks:
                 self.boundary.call(Component.SPANS, sink.submit, span)
         return follow_ups
+
+    def _exports(self, metric: Metric) -> bool:
+        return (self._is_leader or metric.scope is Scope.NODE) and self.board.exports(metric)
+
+    def _fill_node(self, values: Values) -> None:
+        values.set(catalog.JOURNAL_SEGMENTS, self.journal.num_segments)
+        values.set(catalog.TELEMETRY_SCRAPES, self.server.num_scrapes)
+        self.board.fill(values)
 
     def _is_healthy(self) -> bool:
         return self.clock.monotonic_ns() - self._turned_ns < to_ns(self.limits.telemetry.loop_unhealthy_s)

@@ -33,6 +33,7 @@ class RunSeries(SeriesPart):
     """The run as a whole: identity, state, steps, and telemetry's own records."""
 
     STATE = ("_state", "_entered_s", "_draining", "_halt_reason")
+    STORED = (RunState,)
 
     def __init__(self, values: Values, ledger: Ledger, limits: Limits) -> None:
         super().__init__(values)
