@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from nvrx_sre.checkpoint import supported
 from nvrx_sre.checkpoint import tracked as tracking
-from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem, from_json, pack
+from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem, canonical_hash, from_json, pack
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.checkpoint.tracked import Source
 from nvrx_sre.core.errors import InternalError, UserError
@@ -317,11 +317,22 @@ def parse_blob(slot_file: SlotFile, slot: int, header: SlotHeader) -> tuple[Layo
     """(layout, small state) of a sealed slot whose digest matches. Raises `ValueError` if it does not."""
     if slot_file.digest(slot, header.data_bytes, header.blob_bytes) != header.digest:
         raise ValueError("its bytes do not match their digest")
+    return open_blob(slot_file, slot, header)
+
+
+def open_blob(slot_file: SlotFile, slot: int, header: SlotHeader) -> tuple[Layout, dict[str, Any]]:
+    """(layout, small state) of a sealed slot. The layout is that of the header; the state is as good as the digest.
+
+    Raises `ValueError` if the layout is another.
+    """
     blob = json.loads(bytes(slot_file.blob(slot)[: header.blob_bytes]))
-    parsed = from_json(blob["layout"])
-    if parsed.hash != header.layout_hash or parsed.data_bytes > header.data_bytes:
+    if not isinstance(blob, dict) or canonical_hash(blob.get("layout")) != header.layout_hash:
         raise ValueError("its layout is not the one it was sealed with")
-    return parsed, blob["state"]
+    parsed = from_json(blob["layout"])
+    if parsed.data_bytes > header.data_bytes:
+        raise ValueError("its layout does not fit its data")
+    state: dict[str, Any] = blob["state"]
+    return parsed, state
 
 
 def slot_views(slot_file: SlotFile, slot_index: int, layout: Layout) -> dict[str, torch.Tensor]:

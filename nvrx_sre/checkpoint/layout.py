@@ -70,7 +70,7 @@ class Layout:
     @cached_property
     def json(self) -> str:
         """Canonical JSON: what is hashed and what the blob area holds."""
-        return json.dumps([asdict(item) for item in self.items], sort_keys=True, separators=(",", ":"))
+        return _canonical([asdict(item) for item in self.items])
 
     @cached_property
     def hash(self) -> str:
@@ -80,6 +80,15 @@ class Layout:
     @cached_property
     def by_fqn(self) -> dict[str, LayoutItem]:
         return {item.fqn: item for item in self.items}
+
+
+def canonical_hash(value: Any) -> str:
+    """`Layout.hash` of the layout whose parsed JSON is `value`, without making the layout."""
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def align(size_bytes: int) -> int:

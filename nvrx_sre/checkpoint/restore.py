@@ -1,123 +1,45 @@
-"""State back into the tracked objects of a rank: from a hot slot, or from a durable checkpoint of any world size.
+"""A state that a rank may restore: a hot slot, or a durable checkpoint of any world size.
 
 Two steps, so that ranks can agree between them:
     check()  reads and verifies this rank's part without touching the model; `CheckpointCorrupt` if it is bad
     load()   copies; cannot fail for reasons of data any more
 
-Neither step runs a collective or an optimizer step: parameters are filled in place, optimizer state is made
-with `empty_like` and filled. Nothing is unpickled before its file's checksum matched, and `.metadata` never is.
-A checkpoint that is sound but does not fit the tracked objects is the user's matter (`UserError`), except in
-the hot tier, where it only means that the slot belongs to another model or world.
+What is new anyway, optimizer state, is filled while a slot is verified: each block is hashed and copied while the
+processor's cache holds it. A checkpoint that is sound but does not fit the tracked objects is the user's
+matter (`UserError`), except in the hot tier, where it only means that the slot belongs to another model or world.
 
-Into another world size, rank r takes the small state of rank r modulo the old world; a rank that had no random
-stream of its own derives one. Thread safety: main thread of the rank.
+Into another world size DCP's planner finds what each rank needs of which shard; `install` says what becomes of
+small state. Neither step runs a collective. Thread safety: main thread of the rank.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from nvrx_sre.checkpoint import encoding, manifest, rng
+from nvrx_sre.checkpoint import manifest
 from nvrx_sre.checkpoint import tracked as tracking
-from nvrx_sre.checkpoint.capture import layout_item, parse_blob, slot_views
-from nvrx_sre.checkpoint.dcp_metadata import ManifestReader, StoredTensor, from_json, stored_tensors
+from nvrx_sre.checkpoint.capture import layout_item, open_blob, slot_views
+from nvrx_sre.checkpoint.dcp_metadata import StoredTensor, from_json, stored_tensors
 from nvrx_sre.checkpoint.fit import Mismatch, check_fit
+from nvrx_sre.checkpoint.install import SmallState, Targets, check_resharding, install
 from nvrx_sre.checkpoint.layout import Layout
 from nvrx_sre.checkpoint.manifest import Manifest
+from nvrx_sre.checkpoint.reading import CheckpointFiles, Place
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import CheckpointCorrupt, UserError
 from nvrx_sre.events.schema import RejectReason
 
-Fill = Callable[[dict[str, torch.Tensor]], None]
-"""Fills tensors (DTensor or plain) in place with what is stored under their keys."""
-
-
-def check_hot(
-    slot_file: SlotFile | None, candidate: Mapping[str, Any], tracked: Mapping[str, object] | None = None
-) -> SlotHeader:
-    """Header of the candidate's slot if it still holds that state, undamaged and fitting `tracked`.
-
-    `candidate`: {"step", "slot", "layout_hash"} and maybe "generation". Reads the whole slot.
-    Raises `CheckpointCorrupt`: unreadable, layout or digest.
-    """
-    step, slot = int(candidate["step"]), int(candidate["slot"])
-    if slot_file is None:
-        raise _hot_corrupt(step, RejectReason.UNREADABLE, "this rank has no hot slots")
-    header = slot_file.header(slot)
-    generation = candidate.get("generation", header.generation if header else None)
-    if header is None or (header.step, header.generation) != (step, generation):
-        raise _hot_corrupt(step, RejectReason.UNREADABLE, f"slot {slot} no longer holds it")
-    if header.layout_hash != candidate["layout_hash"]:
-        raise _hot_corrupt(step, RejectReason.LAYOUT, f"slot {slot} was sealed with another layout")
-    try:
-        layout, state = parse_blob(slot_file, slot, header)
-    except ValueError as error:
-        raise _hot_corrupt(step, RejectReason.DIGEST, f"slot {slot}: {error}") from error
-    if tracked is not None:
-        try:
-            _check_hot_fit(tracked, layout, state)
-        except Mismatch as error:
-            raise _hot_corrupt(step, RejectReason.LAYOUT, str(error)) from error
-    return header
-
-
-def check_durable(
-    directory: Path, rank: int, world_size: int, run: str, tracked: Mapping[str, object] | None = None
-) -> Manifest:
-    """The manifest, after this rank's share of the files matched their checksums (all of them over all ranks).
-
-    Raises `CheckpointCorrupt`, or `UserError` if the checkpoint is of another model than `tracked`.
-    """
-    described = manifest.verify(directory, deep=False, run=run)
-    manifest.verify_files(directory, described, rank, world_size)
-    name = manifest.rank_file_name(rank % described.world_size)
-    if name not in described.files:
-        raise CheckpointCorrupt(
-            f"checkpoint {directory.name} is not usable: it has no {name}", reason=RejectReason.MISSING_FILE.value
-        )
-    if tracked is not None:
-        state = _rank_state(directory, described, rank)
-        try:
-            check_fit(tracked, _visible(described, rank, world_size), state)
-        except Mismatch as error:
-            raise UserError(
-                f"checkpoint {directory.name} does not fit this script's state: {error}; "
-                "use the model and track() names it was saved with, or another run directory"
-            ) from error
-    return described
-
-
-@torch.no_grad()
-def restore_durable(
-    tracked: Mapping[str, object], directory: Path, rank: int, world_size: int, described: Manifest
-) -> dict[str, Any]:
-    """Load a checkpoint that `check_durable` passed on every rank; values that cannot change in place, by name.
-
-    Reads only this rank's shards, also when `world_size` is not the one it was saved with.
-    """
-    stored = _visible(described, rank, world_size)
-    state = _rank_state(directory, described, rank)
-    own = _own_keys(described, rank, world_size)
-    reader = ManifestReader(directory, described.dcp)
-    metadata = from_json(described.dcp)
-
-    def fill(targets: dict[str, torch.Tensor]) -> None:
-        renamed: dict[str, Any] = {own.get(key, key): tensor for key, tensor in targets.items()}
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(renamed, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = planner.create_global_plan([planner.create_local_plan()])[0]
-        reader.read_data(planner.finish_plan(plan), planner).wait()
-
-    derive_for = rank if rank >= described.world_size else None
-    return _install(tracked, stored, state, fill, derive_for)
+CHUNK_BYTES = 1 << 20
+"""What is hashed and then copied: fits the cache of a core beside its copy."""
 
 
 class HotCandidate:
@@ -127,20 +49,59 @@ class HotCandidate:
         self, slot_file: SlotFile | None, slot: int, step: int, layout_hash: str, tracked: Mapping[str, object]
     ) -> None:
         self._slot_file = slot_file
-        self._candidate: dict[str, Any] = {"slot": slot, "step": step, "layout_hash": layout_hash}
+        self._slot = slot
+        self._step = step
+        self._layout_hash = layout_hash
         self._tracked = tracked
-        self._header: SlotHeader | None = None
+        self._sources: dict[str, torch.Tensor] = {}
+        self._targets: Targets | None = None
+        self._small: SmallState | None = None
+        self._filled: set[str] = set()
         self.values: dict[str, Any] = {}
 
+    @torch.no_grad()
     def check(self) -> None:
         """Raise `CheckpointCorrupt` if the slot is not that state any more. Reads the whole slot."""
-        self._header = check_hot(self._slot_file, self._candidate, self._tracked)
+        slot_file, header = self._slot_file, self._header()
+        assert slot_file is not None
+        try:
+            layout, state = open_blob(slot_file, self._slot, header)
+            stored = {item.fqn: StoredTensor(item.dtype, item.global_shape) for item in layout.items}
+            self._targets = Targets(self._tracked, stored)
+            digest, self._filled = _digest_while_filling(slot_file, self._slot, header, layout, self._targets.made)
+            if digest != header.digest:
+                raise ValueError("its bytes do not match their digest")
+            check_fit(self._tracked, stored, state)
+            _check_sharding(self._tracked, layout)
+        except ValueError as error:
+            raise self._corrupt(RejectReason.DIGEST, f"slot {self._slot}: {error}") from error
+        except Mismatch as error:
+            raise self._corrupt(RejectReason.LAYOUT, str(error)) from error
+        self._small = SmallState(own=state, rank=0, world_size=1)
+        self._targets.add_big(self._small)
+        self._sources = slot_views(slot_file, self._slot, layout)
 
+    @torch.no_grad()
     def load(self) -> None:
         """Copy the slot into the tracked objects. Only after `check`."""
-        assert self._slot_file is not None and self._header is not None
-        with torch.no_grad():
-            self.values = _load_hot(self._tracked, self._slot_file, self._candidate["slot"], self._header)
+        assert self._targets is not None and self._small is not None
+        for key, tensor in self._targets.all().items():
+            if key not in self._filled:
+                _local(tensor).copy_(self._sources[key])
+        self.values = install(self._tracked, self._targets, self._small)
+
+    def _header(self) -> SlotHeader:
+        if self._slot_file is None:
+            raise self._corrupt(RejectReason.UNREADABLE, "this rank has no hot slots")
+        header = self._slot_file.header(self._slot)
+        if header is None or header.step != self._step:
+            raise self._corrupt(RejectReason.UNREADABLE, f"slot {self._slot} no longer holds it")
+        if header.layout_hash != self._layout_hash:
+            raise self._corrupt(RejectReason.LAYOUT, f"slot {self._slot} was sealed with another layout")
+        return header
+
+    def _corrupt(self, reason: RejectReason, message: str) -> CheckpointCorrupt:
+        return CheckpointCorrupt(f"hot state of step {self._step} is not usable: {message}", reason=reason.value)
 
 
 class DurableCandidate:
@@ -152,172 +113,186 @@ class DurableCandidate:
         self._rank = rank
         self._world_size = world_size
         self._tracked = tracked
-        self._described: Manifest | None = None
+        self._files: CheckpointFiles | None = None
+        self._small: SmallState | None = None
+        self._targets: Targets | None = None
+        self._plan: Plan | None = None
         self.values: dict[str, Any] = {}
 
+    @torch.no_grad()
     def check(self) -> None:
-        """Raise `CheckpointCorrupt` if this rank's share of the files is damaged."""
-        self._described = check_durable(self._directory, self._rank, self._world_size, self._run, self._tracked)
+        """Read what this rank needs and its share of the files, which all ranks cover between them.
 
+        Raises `CheckpointCorrupt` if it is damaged, `UserError` if it is of another model than what is tracked, or
+        something tracked cannot go into this world size. Blocks for the disk.
+        """
+        described = manifest.verify(self._directory, deep=False, run=self._run)
+        self._files = CheckpointFiles(self._directory, described, self._rank, self._world_size)
+        self._files.share()
+        self._small = self._read_small(described)
+        visible = self._visible(described)
+        self._check_fit(visible)
+        self._targets = Targets(self._tracked, visible)
+        self._targets.add_big(self._small)
+        self._plan = Plan(self._targets.all(), described, self._own_keys(described))
+        self._plan.read(self._files)
+
+    @torch.no_grad()
     def load(self) -> None:
-        """Read this rank's shards into the tracked objects. Only after `check` passed on every rank."""
-        assert self._described is not None
-        self.values = restore_durable(self._tracked, self._directory, self._rank, self._world_size, self._described)
+        """Copy this rank's shards into the tracked objects. Only after `check` passed on every rank."""
+        assert self._plan is not None and self._files is not None
+        assert self._targets is not None and self._small is not None
+        self._plan.copy()
+        self._files.release()
+        self.values = install(self._tracked, self._targets, self._small)
+
+    def _check_fit(self, visible: Mapping[str, StoredTensor]) -> None:
+        assert self._small is not None
+        try:
+            check_fit(self._tracked, visible, self._small.own)
+        except Mismatch as error:
+            raise UserError(
+                f"checkpoint {self._directory.name} does not fit this script's state: {error}; "
+                "use the model and track() names it was saved with, or another run directory"
+            ) from error
+        if self._small.saved:
+            check_resharding(self._tracked, self._small)
+
+    def _read_small(self, described: Manifest) -> SmallState:
+        """Small state of this rank; of all ranks where the world is another."""
+        num_saved = described.world_size
+        own = self._rank_state(described, self._rank % num_saved)
+        if num_saved == self._world_size:
+            return SmallState(own=own, rank=self._rank, world_size=self._world_size)
+        stored = stored_tensors(described.dcp)
+        return SmallState(
+            own=own,
+            rank=self._rank,
+            world_size=self._world_size,
+            saved=[self._rank_state(described, rank) for rank in range(num_saved)],
+            own_copies={key: tensor for key, tensor in stored.items() if manifest.is_own_key(key)},
+        )
+
+    def _rank_state(self, described: Manifest, saved_rank: int) -> dict[str, Any]:
+        assert self._files is not None
+        name = manifest.rank_file_name(saved_rank)
+        if name not in described.files:
+            raise CheckpointCorrupt(
+                f"checkpoint {self._directory.name} is not usable: it has no {name}",
+                reason=RejectReason.MISSING_FILE.value,
+            )
+        state: dict[str, Any] = json.loads(bytes(self._files.content(name)))["state"]
+        return state
+
+    def _own_keys(self, described: Manifest) -> dict[str, str]:
+        """Key -> this rank's own copy of it, where the old world had this rank and it had one."""
+        suffix = manifest.own_key("", self._rank)
+        return {key.removesuffix(suffix): key for key in described.dcp["tensors"] if key.endswith(suffix)}
+
+    def _visible(self, described: Manifest) -> dict[str, StoredTensor]:
+        """Stored tensors as this rank sees them: under plain keys, its own copies instead of the common ones."""
+        stored = stored_tensors(described.dcp)
+        visible = {key: tensor for key, tensor in stored.items() if not manifest.is_own_key(key)}
+        visible.update({key: stored[own] for key, own in self._own_keys(described).items()})
+        return visible
 
 
-def _check_hot_fit(tracked: Mapping[str, object], layout: Layout, state: dict[str, Any]) -> None:
-    """Raise `Mismatch` unless the slot's layout is that of `tracked`, the sharding included."""
-    check_fit(tracked, _stored_of(layout), state)
+class Plan:
+    """Which part of which stored piece goes where: planned by DCP, read and copied here."""
+
+    def __init__(self, targets: Mapping[str, torch.Tensor], described: Manifest, own_keys: Mapping[str, str]) -> None:
+        renamed: dict[str, Any] = {own_keys.get(key, key): tensor for key, tensor in targets.items()}
+        metadata = from_json(described.dcp)
+        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner.set_up_planner(renamed, metadata, is_coordinator=True)
+        plan: LoadPlan = self._planner.create_global_plan([self._planner.create_local_plan()])[0]
+        self._places = {
+            (key, None if offset is None else tuple(offset)): Place(file, position, length, digest)
+            for key, offset, file, position, length, digest in described.dcp["items"]
+        }
+        self._shapes = {
+            (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for key, stored in metadata.state_dict_metadata.items()
+            for chunk in getattr(stored, "chunks", ())
+        }
+        self._dtypes = {key: getattr(torch, stored["dtype"]) for key, stored in described.dcp["tensors"].items()}
+        self._reads: list[ReadItem] = self._planner.finish_plan(plan).items
+        self._found: dict[Place, memoryview] = {}
+
+    def read(self, files: CheckpointFiles) -> None:
+        """Fetch every piece. Raises `CheckpointCorrupt`."""
+        self._found = files.pieces(self._place(read) for read in self._reads)
+
+    def copy(self) -> None:
+        """Fill the targets."""
+        for read in self._reads:
+            piece = self._piece(read)
+            for dimension, (start, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
+                piece = piece.narrow(dimension, start, length)
+            target = self._planner.resolve_tensor(read).detach()
+            target.copy_(piece)
+            self._planner.commit_tensor(read, target)
+        self._found = {}
+
+    def _place(self, read: ReadItem) -> Place:
+        index = read.storage_index
+        return self._places[index.fqn, None if index.offset is None else tuple(index.offset)]
+
+    def _piece(self, read: ReadItem) -> torch.Tensor:
+        index = read.storage_index
+        offset = tuple(index.offset) if index.offset is not None else ()
+        shape, dtype = self._shapes[index.fqn, offset], self._dtypes[index.fqn]
+        return tensor_over(self._found[self._place(read)], dtype).view(shape)
+
+
+def tensor_over(content: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """1-D tensor over these bytes, no copy."""
+    if not len(content):  # frombuffer refuses an empty range
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype)
+
+
+def _digest_while_filling(
+    slot_file: SlotFile, slot: int, header: SlotHeader, layout: Layout, made: Mapping[str, torch.Tensor]
+) -> tuple[bytes, set[str]]:
+    """(digest of the slot, keys of `made` that were filled on the way)."""
+    data = slot_file.data(slot)
+    state = xxhash.xxh3_128()
+    hashed_bytes = 0
+    filled = set()
+    for item in layout.items:
+        memory = _memory(made.get(item.fqn), item.size_bytes)
+        if memory is None:
+            continue
+        state.update(data[hashed_bytes : item.offset_bytes])
+        hashed_bytes = item.offset_bytes + item.size_bytes
+        for start in range(item.offset_bytes, hashed_bytes, CHUNK_BYTES):
+            chunk = data[start : min(start + CHUNK_BYTES, hashed_bytes)]
+            state.update(chunk)
+            memory[start - item.offset_bytes :][: len(chunk)] = chunk
+        filled.add(item.fqn)
+    state.update(data[hashed_bytes : header.data_bytes])
+    state.update(slot_file.blob(slot)[: header.blob_bytes])
+    return state.digest(), filled
+
+
+def _memory(tensor: torch.Tensor | None, size_bytes: int) -> memoryview | None:
+    """Memory of a tensor, where it is one piece of host memory of this size."""
+    if tensor is None:
+        return None
+    local = _local(tensor)
+    if not local.is_cpu or not local.is_contiguous() or local.numel() * local.element_size() != size_bytes:
+        return None
+    return memoryview(local.reshape(-1).view(torch.uint8).numpy()) if size_bytes else None
+
+
+def _check_sharding(tracked: Mapping[str, object], layout: Layout) -> None:
+    """Raise `Mismatch` unless every tensor is sharded as in the slot."""
     for source in tracking.fixed_sources(tracked):
         mine, saved = layout_item(source), layout.by_fqn[source.fqn]
         if (mine.local_shape, mine.global_offset) != (saved.local_shape, saved.global_offset):
             raise Mismatch(f"{source.fqn} is sharded differently")
 
 
-def _stored_of(layout: Layout) -> dict[str, StoredTensor]:
-    return {item.fqn: StoredTensor(item.dtype, item.global_shape) for item in layout.items}
-
-
-def _load_hot(tracked: Mapping[str, object], slot_file: SlotFile, slot: int, header: SlotHeader) -> dict[str, Any]:
-    layout, state = parse_blob(slot_file, slot, header)
-    views = slot_views(slot_file, slot, layout)
-
-    def fill(targets: dict[str, torch.Tensor]) -> None:
-        for key, tensor in targets.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            local.copy_(views[key])
-
-    return _install(tracked, _stored_of(layout), state, fill, None)
-
-
-def _install(
-    tracked: Mapping[str, object],
-    stored: Mapping[str, StoredTensor],
-    state: dict[str, Any],
-    fill: Fill,
-    derive_rng_for: int | None,
-) -> dict[str, Any]:
-    """Build all targets, fill them at once, then hand small state and random streams to their owners."""
-    targets = {source.fqn: source.tensor.detach() for source in tracking.fixed_sources(tracked)}
-    names = tracking.parameter_names(tracked)
-    moments = {
-        name: _optimizer_targets(name, optimizer, names, stored) for name, optimizer in tracking.optimizers(tracked)
-    }
-    for made in moments.values():
-        targets.update({key: tensor for states in made.values() for key, tensor in states.values()})
-    big = {key: torch.empty(stored[key].shape, dtype=_dtype(stored[key])) for key in encoding.big_names(state)}
-    targets.update(big)
-    fill(targets)
-    for name, optimizer in tracking.optimizers(tracked):
-        _install_optimizer(optimizer, names, moments[name], state["optimizers"][name], big.__getitem__)
-    for name, module in tracking.modules(tracked):
-        for path, inner in tracking.extra_states(module):
-            inner.set_extra_state(encoding.decode(state["extra"][name][path], big.__getitem__))
-    for name, value in tracking.objects(tracked):
-        value.load_state_dict(encoding.decode(state["objects"][name], big.__getitem__))
-    fixed = _install_values(tracked, state["values"], big.__getitem__)
-    if derive_rng_for is None:
-        rng.set_state(state["rng"])
-    else:
-        rng.set_derived_state(state["rng"], derive_rng_for)
-    return fixed
-
-
-def _optimizer_targets(
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.Tensor, str],
-    stored: Mapping[str, StoredTensor],
-) -> dict[str, dict[str, tuple[str, torch.Tensor]]]:
-    """Parameter name -> state key -> (checkpoint key, empty tensor of the right kind)."""
-    parameters = {
-        names[parameter]: (parameter, group) for group in optimizer.param_groups for parameter in group["params"]
-    }
-    made: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
-    prefix = f"{name}.state."
-    for key, tensor in stored.items():
-        if not key.startswith(prefix):
-            continue
-        parameter_name, _, state_key = key.removeprefix(prefix).rpartition(".")
-        parameter, group = parameters[parameter_name]
-        made.setdefault(parameter_name, {})[state_key] = (key, _empty_state(parameter, group, tensor))
-    return made
-
-
-def _empty_state(parameter: torch.Tensor, group: dict[str, Any], stored: StoredTensor) -> torch.Tensor:
-    """What the optimizer would have made: sharded like the parameter, or plain where the shape is its own."""
-    if stored.shape == tuple(parameter.shape) and parameter.dim() > 0:
-        return torch.empty_like(parameter, dtype=_dtype(stored), memory_format=torch.preserve_format).detach()
-    # torch keeps scalar state on the CPU unless the implementation reads it on the device.
-    on_device = bool(stored.shape) or group.get("capturable") or group.get("fused")
-    return torch.empty(stored.shape, dtype=_dtype(stored), device=parameter.device if on_device else "cpu")
-
-
-def _install_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[torch.Tensor, str],
-    made: Mapping[str, Mapping[str, tuple[str, torch.Tensor]]],
-    state: dict[str, Any],
-    big: Callable[[str], torch.Tensor],
-) -> None:
-    scalars = encoding.decode(state["scalars"], big)
-    for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
-        group.update(encoding.decode(saved["options"], big))
-        for parameter in group["params"]:
-            name = names[parameter]
-            own = {key: tensor for key, (_, tensor) in made.get(name, {}).items()} | scalars.get(name, {})
-            optimizer.state.pop(parameter, None)
-            if own:
-                optimizer.state[parameter] = own
-
-
-def _install_values(
-    tracked: Mapping[str, object], state: dict[str, Any], big: Callable[[str], torch.Tensor]
-) -> dict[str, Any]:
-    """Dicts and lists are changed in place; the rest is returned, because it cannot be."""
-    fixed = {}
-    for name, value in tracking.values(tracked):
-        saved = encoding.decode(state[name], big)
-        if isinstance(value, dict):
-            value.clear()
-            value.update(saved)
-        elif isinstance(value, list):
-            value[:] = saved
-        else:
-            fixed[name] = saved
-    return fixed
-
-
-def _rank_state(directory: Path, described: Manifest, rank: int) -> dict[str, Any]:
-    """Small state for `rank`, its file checked against the manifest first: another rank's share may hold it."""
-    name = manifest.rank_file_name(rank % described.world_size)
-    listed = Manifest(**{**vars(described), "files": {name: described.files[name]}})
-    manifest.verify_files(directory, listed)
-    content: dict[str, Any] = json.loads((directory / name).read_bytes())
-    state: dict[str, Any] = content["state"]
-    return state
-
-
-def _own_keys(described: Manifest, rank: int, world_size: int) -> dict[str, str]:
-    """Key -> this rank's own copy of it, where it has one and the world is the one it was saved in."""
-    if world_size != described.world_size:
-        return {}
-    suffix = manifest.own_key("", rank)
-    return {key.removesuffix(suffix): key for key in described.dcp["tensors"] if key.endswith(suffix)}
-
-
-def _visible(described: Manifest, rank: int, world_size: int) -> dict[str, StoredTensor]:
-    """Stored tensors as this rank sees them: under plain keys, its own copies instead of the common ones."""
-    stored = stored_tensors(described.dcp)
-    visible = {key: tensor for key, tensor in stored.items() if not manifest.is_own_key(key)}
-    visible.update({key: stored[own] for key, own in _own_keys(described, rank, world_size).items()})
-    return visible
-
-
-def _dtype(stored: StoredTensor) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, stored.dtype)
-    return dtype
-
-
-def _hot_corrupt(step: int, reason: RejectReason, message: str) -> CheckpointCorrupt:
-    return CheckpointCorrupt(f"hot state of step {step} is not usable: {message}", reason=reason.value)
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -46,7 +46,7 @@ def _follow(name: str, loader: DataLoader[Any]) -> None:
     cls = type(loader)
     if isinstance(loader.dataset, IterableDataset):
         raise UserError(
-            f"ctx.track({name}=...): the data set of this DataLoader is iterable and alone knows its position: {_ADVICE}"
+            f"ctx.track({name}=...): the data set of this DataLoader is iterable: only it knows its position: {_ADVICE}"
         )
     if cls.__iter__ is not DataLoader.__iter__:
         raise UserError(f"ctx.track({name}=...): {cls.__name__} has an __iter__ of its own: {_ADVICE}")

@@ -46,10 +46,12 @@ TORCH_PACKAGES = {"session", "restart", "bench"}
 TORCH_MODULES = {
     "nvrx_sre.checkpoint": {
         "capture",
+        "supported",
         "dcp_metadata",
         "encoding",
         "export",
         "fit",
+        "install",
         "restore",
         "rng",
         "safetensors_file",
