@@ -1,0 +1,337 @@
+"""Every kind of state of one process: captured overlapped, restored from both tiers, continued bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from nvrx_sre.checkpoint import encoding
+from nvrx_sre.checkpoint.capture import FROZEN_BYTES_MIN, Capturer
+from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate
+from nvrx_sre.checkpoint.save import Saver, Source
+from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.checkpoint.storage import WriteOptions
+from nvrx_sre.checkpoint.supported import check
+from nvrx_sre.checkpoint.write import SaveRequest
+from nvrx_sre.core.errors import UserError
+
+STEP = 3
+WIDTH = 16
+Step = Callable[[], float]
+Built = tuple[dict[str, Any], Step]
+
+
+def _loss(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.randn(4, WIDTH)).pow(2).mean()
+    return loss
+
+
+def two_of_each() -> Built:
+    """Two models, an optimizer and a scheduler for each, taking turns."""
+    models = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    optimizers: list[Any] = [
+        torch.optim.AdamW(models[0].parameters()),
+        torch.optim.SGD(models[1].parameters(), 0.1, 0.9),
+    ]
+    schedulers = [torch.optim.lr_scheduler.StepLR(item, 1, 0.5) for item in optimizers]
+
+    def step() -> float:
+        total = 0.0
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+            loss = _loss(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            total += loss.item()
+        return total
+
+    names = ("generator", "critic")
+    tracked = dict(zip(names, models, strict=True))
+    tracked |= {f"{name}_optimizer": item for name, item in zip(names, optimizers, strict=True)}
+    return tracked | {f"{name}_schedule": item for name, item in zip(names, schedulers, strict=True)}, step
+
+
+def _simple(model: nn.Module, after: Callable[[], Any] = lambda: None, **more: Any) -> Built:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.05)
+
+    def step() -> float:
+        loss = _loss(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+        return loss.item()
+
+    return {"model": model, "optimizer": optimizer, **more}, step
+
+
+def ema() -> Built:
+    """A moving average of the weights: parameters that no optimizer has, changed after the optimizer's step."""
+    model = nn.Linear(WIDTH, WIDTH)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    built, step = _simple(model, lambda: average.update_parameters(model), average=average)
+    return built, lambda: step() + sum(item.sum().item() for item in average.parameters())
+
+
+def scaler() -> Built:
+    """A GradScaler that grows its scale every second step."""
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scale = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+    def step() -> float:
+        loss = _loss(model)
+        scale.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        scale.step(optimizer)
+        scale.update()
+        optimizer.zero_grad()
+        return loss.item() * float(scale.get_scale())
+
+    return {"model": model, "optimizer": optimizer, "scaler": scale}, step
+
+
+class Counting(nn.Linear):
+    """A layer with state of its own beside tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+        self.history = torch.zeros(2 * encoding.BIG_BYTES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.history = self.history.roll(1) + self.calls
+        return super().forward(x) * (1 + self.history[0] * 1e-3)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "history": self.history}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls, self.history = state["calls"], state["history"]
+
+
+def extra_state() -> Built:
+    """`get_extra_state` of a submodule, small and big parts."""
+    return _simple(nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting()))
+
+
+class Tied(nn.Module):
+    """Two names, one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH)
+        self.down.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return result
+
+
+def tied() -> Built:
+    """Tied weights."""
+    return _simple(Tied())
+
+
+class Buffered(nn.Module):
+    """Buffers that change in forward, one of them not persistent, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        result: torch.Tensor = self.drop(self.norm(x)) * self.seen
+        return result
+
+
+def buffers() -> Built:
+    """Buffers."""
+    return _simple(Buffered())
+
+
+def frozen() -> Built:
+    """A big frozen layer below a trained one."""
+    model = nn.Sequential(nn.Linear(WIDTH, FROZEN_BYTES_MIN // WIDTH), nn.Linear(FROZEN_BYTES_MIN // WIDTH, WIDTH))
+    model[0].requires_grad_(False)
+    return _simple(model)
+
+
+def in_backward() -> Built:
+    """Each parameter has an optimizer of its own, which steps inside `backward`."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizers = {item: torch.optim.Adam([item], lr=0.05) for item in model.parameters()}
+
+    def apply(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(apply)
+
+    def step() -> float:
+        loss = _loss(model)
+        loss.backward()
+        return loss.item()
+
+    return {"model": model} | {f"optimizer{index}": item for index, item in enumerate(optimizers.values())}, step
+
+
+KINDS = (two_of_each, ema, scaler, extra_state, tied, buffers, frozen, in_backward)
+
+
+def capture(tracked: dict[str, Any], run: Callable[[], Any]) -> tuple[SlotFile, str]:
+    """A capture whose copy ends before the next step does anything, and whose seal comes behind that step."""
+    capturer = Capturer(tracked)
+    capturer.refresh()
+    slots = SlotFile.create(*capturer.required_bytes(), name="nvrx-test")
+    filling = capturer.begin(slots, 0, generation=1, step=STEP, durable=True, now_mono_ns=1)
+    filling.copy()
+    run()
+    filling.seal()
+    return slots, capturer.layout_hash
+
+
+def commit(run_dir: Path, slots: SlotFile) -> Path:
+    """Slot 0 as a durable checkpoint."""
+    request = SaveRequest(run="demo", step=STEP, epoch=1, generation=1, captured_ns=1, world_size=1)
+    saved = Saver(run_dir, WriteOptions()).save(request, Source(slot_files=[slots], slots=[0]))
+    assert saved.directory is not None
+    return saved.directory
+
+
+@pytest.mark.parametrize("tier", ["hot", "durable"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_restored_state_continues_bit_for_bit(kind: Callable[[], Built], tier: str, tmp_path: Path) -> None:
+    """Losses behind the restore, into objects with other values, are those of the undisturbed run."""
+    torch.manual_seed(1)
+    tracked, step = kind()
+    for _ in range(STEP):
+        step()
+    expected: list[float] = []
+    slots, layout_hash = capture(tracked, lambda: expected.append(step()))
+    expected += [step(), step()]
+    torch.manual_seed(2)
+    other, other_step = kind()
+    other_step()
+    candidate: HotCandidate | DurableCandidate = HotCandidate(slots, 0, STEP, layout_hash, other)
+    if tier == "durable":
+        candidate = DurableCandidate(commit(tmp_path, slots), "demo", 0, 1, other)
+    candidate.check()
+    candidate.load()
+    assert [other_step() for _ in range(3)] == expected
+    slots.close()
+
+
+def test_plain_dcp_load_finds_tied_weights_under_both_names(tmp_path: Path) -> None:
+    """The slot and the files hold them once; `model.state_dict()` asks for each name."""
+    tracked, step = tied()
+    step()
+    slots, _ = capture(tracked, lambda: None)
+    header = slots.header(0)
+    assert header is not None and header.data_bytes < 4 * (5 * WIDTH * WIDTH)
+    fresh = nn.Module()
+    fresh.up, fresh.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+    state = {"model": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=commit(tmp_path, slots), no_dist=True)
+    assert torch.equal(state["model"]["up.weight"], tracked["model"].up.weight)
+    assert torch.equal(state["model"]["down.weight"], tracked["model"].up.weight)
+    slots.close()
+
+
+class Slots:
+    """A model captured again and again into one slot."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.capturer = Capturer({"model": model})
+        self.capturer.refresh()
+        self.slots = SlotFile.create(*self.capturer.required_bytes(), name="nvrx-test")
+
+    def capture(self, step: int, slot: int = 0) -> None:
+        self.capturer.capture(self.slots, slot, generation=1, step=step, durable=False, now_mono_ns=1)
+
+    def first_bytes(self, slot: int = 0) -> bytes:
+        """The beginning of the slot's data: that of the first parameter."""
+        return bytes(self.slots.data(slot)[:16])
+
+
+def test_a_frozen_tensor_is_copied_once_a_slot() -> None:
+    """What lies in the slot already is left alone there, and copied into each other slot once."""
+    held = Slots(nn.Linear(256, 256).requires_grad_(False))
+    held.capture(1)
+    original = held.first_bytes()
+    held.slots.data(0)[:4] = b"mark"
+    held.capture(2)
+    assert held.first_bytes()[:4] == b"mark"
+    held.capture(3, slot=1)
+    assert held.first_bytes(1) == original
+    held.slots.close()
+
+
+def test_a_tensor_without_gradient_that_changes_is_copied_each_time() -> None:
+    """An EMA copy asks for no gradient either: only equal bytes prove that it is frozen."""
+    held = Slots(nn.Linear(256, 256).requires_grad_(False))
+    for step in range(1, 5):
+        held.capture(step)
+        assert held.first_bytes() == held.model.weight.reshape(-1)[:4].numpy().tobytes()  # type: ignore[operator]  # a Linear
+        held.model.weight.data.mul_(0.5)  # type: ignore[operator,union-attr]  # moves no version counter
+    held.slots.close()
+
+
+class Subclass(torch.Tensor):
+    """Somebody's own tensor type."""
+
+
+def test_what_cannot_be_saved_is_named_at_once() -> None:
+    """One message with every name, before training."""
+    model = nn.Module()
+    model.good = nn.Parameter(torch.ones(2))
+    model.own = nn.Parameter(torch.ones(2).as_subclass(Subclass))
+    model.lazy = nn.LazyLinear(3)
+    model.far = nn.Linear(2, 2, device="meta")
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    with pytest.raises(UserError) as caught:
+        check({"model": model})
+    text = str(caught.value)
+    for part in (
+        "model.own (tensor subclass Subclass)",
+        "model.lazy.weight (not initialised",
+        "model.far.weight (on the",
+    ):
+        assert part in text
+    assert "and 1 more" in text and "model.good" not in text
+
+
+def test_state_of_a_kind_that_cannot_be_saved_is_named_at_the_first_capture() -> None:
+    """An optimizer may keep its moments in a type of its own, which exists from its first step on."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.ones(2, 2).as_subclass(Subclass)
+    with pytest.raises(UserError, match=r"optimizer\.state\.weight\.momentum_buffer \(tensor subclass"):
+        Capturer({"model": model, "optimizer": optimizer}).refresh()
+
+
+def test_extra_state_must_fit_as_well(tmp_path: Path) -> None:
+    """A layer that keeps extra state now and kept none when it was saved is a mismatch, not a half restore."""
+    tracked, step = _simple(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    step()
+    slots, _ = capture(tracked, lambda: None)
+    other = copy.copy(_simple(nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting()))[0])
+    with pytest.raises(UserError, match=r"extra state of model\.1"):
+        DurableCandidate(commit(tmp_path, slots), "demo", 0, 1, other).check()
+    slots.close()
