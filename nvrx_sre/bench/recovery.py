@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvrx_sre.bench.rows import Row, summarize
+from nvrx_sre.bench.subprocesses import run_to_end
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events.journal import read_journal
@@ -55,8 +55,6 @@ FIRST_FAULT_STEP = 20
 CALIBRATION_STEPS = 100
 PEER_SAVE_EVERY = 20
 PEER_GAP_STEPS = 30
-RUN_TIMEOUT_S = 3600.0
-LOG_TAIL_LINES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,13 +266,13 @@ def _run_ours(run_dir: Path, case: str, config: BenchConfig, gap_steps: int) -> 
 def _train(run_dir: Path, ranks: int, steps: int, specs: Sequence[str]) -> None:
     faults = [argument for spec in specs for argument in ("--fault", spec)]
     arguments = ["--run-dir", str(run_dir), "--nproc", str(ranks), "--steps", str(steps), "--metrics-linger", "0"]
-    _execute([sys.executable, "-m", "nvrx_sre", "train", *arguments, *faults], run_dir.with_suffix(".log"))
+    run_to_end([sys.executable, "-m", "nvrx_sre", "train", *arguments, *faults], run_dir.with_suffix(".log"))
 
 
 def _run_peer(out: Path, case: str, config: BenchConfig) -> Measured:
     out.mkdir()
     fault_steps = [FIRST_FAULT_STEP + 5 + PEER_GAP_STEPS * number for number in range(config.num_peer_faults)]
-    _execute(
+    run_to_end(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(config.ranks), "--max-restarts", str(config.num_peer_faults)),
@@ -290,19 +288,3 @@ def _run_peer(out: Path, case: str, config: BenchConfig) -> Measured:
 def read_stamps(path: Path) -> list[Stamp]:
     """Stamps of one rank, in order."""
     return [Stamp(**json.loads(line)) for line in path.read_text().splitlines()]
-
-
-def _execute(command: Sequence[str], log: Path) -> None:
-    """Run to the end with output to `log`. Raises `InternalError` with the log's end if it fails."""
-    with log.open("wb") as output:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=RUN_TIMEOUT_S,
-            check=False,
-        )
-    if done.returncode != 0:
-        tail = " | ".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        raise InternalError(f"the benchmark's run ended with exit code {done.returncode}: {tail}")

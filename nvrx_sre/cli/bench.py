@@ -21,7 +21,7 @@ _JSON = click.option("--json", "json_path", type=click.Path(path_type=Path), met
 
 @click.group("bench")
 def command() -> None:
-    """Measure what recovery and telemetry cost."""
+    """Measure what recovery, checkpoints and telemetry cost."""
 
 
 @command.command("recovery")
@@ -53,6 +53,29 @@ def recovery(faults: int, peer_faults: int, ranks: int, cases: tuple[str, ...], 
         num_faults=faults, num_peer_faults=peer_faults, ranks=ranks, cases=cases or question.CASES
     )
     return _show(question.measure(config), json_path)
+
+
+@command.command("checkpoint")
+@click.option(
+    "--case",
+    "cases",
+    multiple=True,
+    type=click.Choice(["blocked", "efficiency", "restore", "memory"]),
+    help="Only this case; repeatable.",
+)
+@click.option("--quick", is_flag=True, help="A tiny state and few saves: shows that it works, not what it costs.")
+@_JSON
+def checkpoint(cases: tuple[str, ...], quick: bool, json_path: Path | None) -> int:
+    """What a durable checkpoint costs, and what it gives.
+
+    This launcher and torch's own ways of saving, on the same state of about 500 MB. Takes ten minutes or more.
+    """
+    from nvrx_sre.bench import checkpoint as question
+
+    _check_writable(json_path)
+    chosen = cases or question.CASES
+    config = question.quick(chosen) if quick else question.BenchConfig(cases=chosen)
+    return _show(question.measure(config, lambda line: click.echo(line, err=True)), json_path)
 
 
 @command.command("telemetry")

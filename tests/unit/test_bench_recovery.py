@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nvrx_sre.bench import recovery
+from nvrx_sre.bench import recovery, subprocesses
 from nvrx_sre.bench.recovery import BenchConfig, Measured, Pace, Recovery, Stamp
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events import schema
@@ -124,7 +124,7 @@ def test_a_benchmark_of_nothing_is_refused() -> None:
 def test_a_failing_run_shows_the_end_of_its_log(tmp_path: Path) -> None:
     """The reason is in the error, not in a file that is removed."""
     with pytest.raises(InternalError, match="exit code 3: because"):
-        recovery._execute(["sh", "-c", "echo because; exit 3"], tmp_path / "log")
+        subprocesses.run_to_end(["sh", "-c", "echo because; exit 3"], tmp_path / "log")
 
 
 def test_the_pace_sets_faults_apart() -> None:

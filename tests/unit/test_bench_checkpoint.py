@@ -1,0 +1,223 @@
+"""The arithmetic of the checkpoint benchmark, on histories made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from nvrx_sre.bench import checkpoint, checkpoint_reference, subprocesses
+from nvrx_sre.bench import checkpoint_reading as reading
+from nvrx_sre.bench.checkpoint import BenchConfig
+from nvrx_sre.bench.checkpoint_reading import Base, MemorySample, Save, Stamp
+from nvrx_sre.core.errors import InternalError, UserError
+from nvrx_sre.events import schema
+from nvrx_sre.events.schema import Event, Record, RestoredFrom, Role, Tier
+
+S = 1_000_000_000
+BASE = Base(step_s=1.0, optimizer_s=0.1, num_steps=9)
+
+
+def at(seconds: float) -> int:
+    """Nanoseconds."""
+    return round(seconds * S)
+
+
+def stamp(kind: str, step: int, begin: float, end: float, **values: float) -> Stamp:
+    """A stamp; `optimizer` and `boundary` in seconds."""
+    parts = {f"{name}_ns": at(values.pop(name)) for name in ("optimizer", "boundary") if name in values}
+    rest = {name: int(value) for name, value in values.items()}
+    return Stamp(kind=kind, step=step, start_ns=at(begin), end_ns=at(end), **parts, **rest)
+
+
+def records(*timed: tuple[float, Event]) -> list[Record]:
+    """A journal whose wall clock is 1000 s ahead of the monotonic one."""
+    return [
+        Record(run="b", epoch=1, generation=1, rank=None, seq=seq, time_ns=at(1000 + second), event=event)
+        for seq, (second, event) in enumerate(timed)
+    ]
+
+
+def started(step: int, captured: float) -> schema.SaveStarted:
+    """A save was handed over."""
+    return schema.SaveStarted(step=step, tier=Tier.DURABLE, captured_ns=at(1000 + captured))
+
+
+def committed(step: int) -> schema.SaveCommitted:
+    """A save was renamed into place."""
+    return schema.SaveCommitted(step=step, directory="d", size_bytes=1, seconds=1.0, captured_ns=0)
+
+
+def verified(step: int) -> schema.SaveVerified:
+    """A save was read back."""
+    return schema.SaveVerified(step=step, directory="d", seconds=1.0, captured_ns=0)
+
+
+def test_saves_come_from_the_journal_on_the_monotonic_clock() -> None:
+    """A save that failed has no commit; one that had not ended is left out."""
+    failed = schema.SaveFailed(step=20, tier=Tier.DURABLE, reason=schema.SaveFailure.STORAGE, message="")
+    journal = records(
+        (2, started(10, 1.5)),
+        (5, committed(10)),
+        (6, verified(10)),
+        (7, started(20, 6.5)),
+        (8, failed),
+        (9, started(30, 9)),
+    )
+    assert reading.saves_of(journal, at(1000)) == [
+        Save(step=10, captured_ns=at(1.5), started_ns=at(2), committed_ns=at(5), ended_ns=at(6)),
+        Save(step=20, captured_ns=at(6.5), started_ns=at(7), committed_ns=0, ended_ns=at(8)),
+    ]
+
+
+def test_a_step_counts_as_alone_only_where_nothing_else_ran() -> None:
+    """Neither beside the start of a standby nor beside a write; one that never got ready is busy to the end."""
+    worker = schema.WorkerStarted(role=Role.STANDBY, pid=7, start_ticks=1, attempt=1)
+    journal = records((0, worker), (3, schema.StandbyReady(pid=7)), (20, dataclasses.replace(worker, pid=8)))
+    save = Save(step=1, captured_ns=at(10), started_ns=at(10), committed_ns=at(11), ended_ns=at(12))
+    busy = reading.busy_spans(journal, [save], at(1000))
+    costs = {1: 9.0, 4: 0.5, 5: 0.6, 6: 0.7, 7: 0.8, 11: 9.0, 13: 0.9, 21: 9.0}
+    stamps = [stamp("pause", 0, begin, begin + cost / 10, optimizer=cost / 100) for begin, cost in costs.items()]
+    base = reading.base_of(stamps, busy)
+    assert base == Base(step_s=pytest.approx(0.075), optimizer_s=pytest.approx(0.0075), num_steps=4)
+    with pytest.raises(InternalError, match="only 1 steps"):
+        reading.base_of(stamps[:3], busy)
+
+
+def test_blocked_holds_the_boundary_and_the_wait_of_the_optimizer() -> None:
+    """On the slowest rank; what else the following steps took is inflation; the killed save is left out."""
+    steps = [
+        stamp("step", 5, 0, 1.5, boundary=0.5, due=1, optimizer=0.1),
+        stamp("step", 6, 1.5, 3.0, optimizer=0.3),
+        stamp("step", 7, 3.0, 4.1, optimizer=0.1),
+        stamp("step", 10, 9, 10, boundary=0.5, due=1),
+    ]
+    slower = [dataclasses.replace(steps[0], boundary_ns=at(0.7)), *steps[1:]]
+    blocked, inflation = reading.blocked_and_inflation([steps, slower], BASE, before_step=10)
+    assert blocked == [pytest.approx(0.7 + 0.2)]
+    assert inflation == [pytest.approx(0.5 + 0.1 - 0.2)]
+
+
+def test_efficiency_freshness_and_commits_of_a_window() -> None:
+    """Ten steps in 12.5 s, writes of 2 s at an interval of 2 steps, four commits of the five that fit."""
+    stamps = [stamp("step", step, 1.25 * (step - 1), 1.25 * step) for step in range(1, 11)]
+    saves = [
+        Save(
+            step=step, captured_ns=at(begin), started_ns=at(begin), committed_ns=at(begin + 1.5), ended_ns=at(begin + 2)
+        )
+        for step, begin in ((2, 2.5), (4, 5.0), (6, 7.5), (8, 10.0), (99, 30.0))
+    ]
+    found = reading.efficiency(stamps, (1, 10), 2, saves, BASE)
+    assert found.value == pytest.approx(10 / 12.5) and found.num_steps == 10
+    assert (found.write_s, found.saturation) == (pytest.approx(2.0), pytest.approx(1.0))
+    assert found.freshness == tuple(pytest.approx((4.0 - 2.0) / 2.0) for _ in range(4))
+    assert (found.num_commits, found.num_possible) == (4, 5)
+    with pytest.raises(InternalError, match="no save was committed"):
+        reading.efficiency(stamps, (1, 10), 2, saves[-1:], BASE)
+
+
+def test_restores_are_told_apart_by_process_and_tier() -> None:
+    """The replaced rank's restore is the fresh one; otherwise the slowest rank counts."""
+
+    def restored(step: int, cost: float, pid: int) -> Stamp:
+        return stamp("restored", step, 0, cost, pid=pid)
+
+    ranks = [
+        [restored(0, 9, 1), restored(5, 0.2, 1), restored(8, 0.3, 1), restored(9, 0.7, 3)],
+        [restored(0, 9, 2), restored(5, 0.4, 2), restored(8, 0.5, 7), restored(9, 0.6, 4)],
+    ]
+    sources = [RestoredFrom.FRESH, RestoredFrom.HOT, RestoredFrom.HOT, RestoredFrom.DURABLE]
+    assert reading.restores(ranks, sources) == {
+        "warm": [pytest.approx(0.4)],
+        "fresh": [pytest.approx(0.5)],
+        "durable": [pytest.approx(0.7)],
+    }
+    with pytest.raises(InternalError, match="did not all restore"):
+        reading.restores(ranks, sources[:-1])
+
+
+def test_memory_is_slots_and_what_grew_since_before_the_first_save() -> None:
+    """The launcher's own memory is not counted, nor what ranks and writer had before."""
+
+    def sample(second: float, rank: int, writer: int, slots: int) -> MemorySample:
+        return MemorySample(at_ns=at(second), anonymous_bytes={1: rank, 2: writer, 3: 10_000}, slot_bytes=slots)
+
+    pids = {Role.WORKER: {1}, Role.WRITER: {2}, Role.STANDBY: set()}
+    samples = [sample(1, 100, 50, 0), sample(3, 120, 80, 300), sample(4, 110, 60, 300)]
+    used = reading.memory_of(samples, pids, at(2))
+    assert (used.slot_bytes, used.rank_bytes, used.writer_bytes, used.total_bytes) == (300, 20, 30, 350)
+    with pytest.raises(InternalError, match="no sample"):
+        reading.memory_of(samples[1:], pids, at(2))
+
+
+def test_stamps_are_read_back_and_a_silent_rank_is_an_error(tmp_path: Path) -> None:
+    """One JSON line a stamp; copies are those of the slowest rank."""
+    ranks = [[stamp("copy", 0, 0, 0.2, num_bytes=8)], [stamp("copy", 0, 0, 0.3, num_bytes=9)]]
+    for rank, stamps in enumerate(ranks):
+        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(vars(item)) + "\n" for item in stamps))
+    assert reading.read_stamps(tmp_path, 2) == ranks
+    assert reading.copies(ranks) == ([pytest.approx(0.3)], 9)
+    with pytest.raises(InternalError, match="rank 2"):
+        reading.read_stamps(tmp_path, 3)
+
+
+def test_the_state_is_about_500_mb_and_windows_are_what_was_asked_for() -> None:
+    """A write of 10 s between saves of 100, 10.3 and 1.7 s; each window has room for its writes."""
+    config = BenchConfig()
+    assert config.state_bytes == pytest.approx(500e6, rel=0.02)
+    benchmark = checkpoint.Benchmark(config, lambda _: None)
+    for saturation, writes in zip(config.saturations, (1, 4, 4), strict=True):
+        interval, steps = benchmark._window(saturation, 0.5)
+        assert config.write_s / (interval * 0.5) == pytest.approx(saturation, rel=0.2)  # whole steps
+        assert steps * 0.5 > writes * max(config.write_s, interval * 0.5) + config.write_s
+    with pytest.raises(UserError):
+        BenchConfig(num_saves=0)
+
+
+def test_an_absent_peer_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sample, and no figure that could be mistaken for one."""
+    monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None)
+    row = checkpoint.absent_peer()
+    assert row.n == 0 and row.note == "does not run: is not installed"
+
+
+def test_references_read_and_checksum_what_they_say(tmp_path: Path) -> None:
+    """Both take time, and a checksum of twice as much memory is scaled from what was measured."""
+    (tmp_path / "a").write_bytes(os.urandom(1 << 20))
+    assert checkpoint_reference.disk_read_s(tmp_path, 2) > 0
+    assert checkpoint_reference.checksum_s(1 << 20, 2) > 0
+
+
+def test_the_sampler_sees_slots_and_memory_of_descendants(tmp_path: Path) -> None:
+    """A child with a slot file of its own; the sampler ends with its block."""
+    code = (
+        "import os, sys; fd = os.memfd_create('nvrx-hot-b-0'); os.posix_fallocate(fd, 0, 1 << 20);"
+        "data = b'x' * (8 << 20); sys.stdout.write('ready'); sys.stdout.flush(); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.read(5) == b"ready"
+    seen = threading.Event()
+    with checkpoint_reference.MemorySampler(on_sample=seen.set) as sampler:
+        assert seen.wait(60)
+    child.communicate(b"")
+    sample = sampler.samples[0]
+    assert sample.slot_bytes == 1 << 20 and sample.anonymous_bytes[child.pid] > 8 << 20
+
+
+def test_what_a_contestant_leaves_running_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An orphan is found among our descendants and killed; its own children as well."""
+    monkeypatch.setattr(subprocesses, "ORPHAN_S", 0.1)
+    pid_file = tmp_path / "pid"
+    command = [
+        "sh",
+        "-c",
+        f"setsid sh -c 'echo $$ > {pid_file}; sleep 600' & until [ -s {pid_file} ]; do :; done; exit 3",
+    ]
+    assert subprocesses.run_to_end(command, tmp_path / "log", may_fail=True) == 3
+    assert not Path(f"/proc/{pid_file.read_text().strip()}").exists()
