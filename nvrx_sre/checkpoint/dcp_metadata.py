@@ -1,7 +1,7 @@
 """DCP's metadata as JSON in the manifest, and a storage reader that takes it from there.
 
     {"tensors": {key: {"dtype", "size", "chunks": [[offsets, sizes], ...]}},
-     "items": [[key, offset, file, position, length], ...], "paths": {key: [parts]}}
+     "items": [[key, offset, file, position, length, xxh3_64 of the tensor's bytes], ...], "paths": {key: [parts]}}
 
 `.metadata` is a pickle and is written only so that plain `torch.distributed.checkpoint.load` works; we never
 read it. Tensors inside the `.distcp` files are read with `weights_only=True` by DCP itself.
@@ -35,8 +35,30 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-def to_json(metadata: Metadata, results: Iterable[WriteResult]) -> dict[str, Any]:
-    """JSON form of what `FileSystemWriter.finish` would pickle."""
+def to_items(results: Iterable[WriteResult], digests: Iterable[str]) -> list[list[Any]]:
+    """Where each piece of a tensor lies, and its digest: [key, offset, file, position, length, xxh3_64]."""
+    items = []
+    for result, digest in zip(results, digests, strict=True):
+        place: _StorageInfo = result.storage_data
+        offset = None if result.index.offset is None else list(result.index.offset)
+        items.append([result.index.fqn, offset, place.relative_path, place.offset, place.length, digest])
+    return items
+
+
+def to_results(items: Iterable[list[Any]]) -> list[WriteResult]:
+    """Inverse of `to_items`, as far as `FileSystemWriter.finish` reads it."""
+    return [
+        WriteResult(
+            index=MetadataIndex(key, None if offset is None else torch.Size(offset)),
+            size_in_bytes=length,
+            storage_data=_StorageInfo(file, position, length),
+        )
+        for key, offset, file, position, length, _ in items
+    ]
+
+
+def to_json(metadata: Metadata, items: list[list[Any]]) -> dict[str, Any]:
+    """JSON form of what `FileSystemWriter.finish` would pickle; `items` as `to_items` gives them."""
     tensors = {}
     for key, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)  # the writer's plans hold tensors only
@@ -45,11 +67,6 @@ def to_json(metadata: Metadata, results: Iterable[WriteResult]) -> dict[str, Any
             "size": list(stored.size),
             "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in stored.chunks],
         }
-    items = []
-    for result in results:
-        place: _StorageInfo = result.storage_data
-        offset = None if result.index.offset is None else list(result.index.offset)
-        items.append([result.index.fqn, offset, place.relative_path, place.offset, place.length])
     paths = {key: list(path) for key, path in (metadata.planner_data or {}).items()}
     return {"tensors": tensors, "items": items, "paths": paths}
 
@@ -69,7 +86,7 @@ def from_json(value: dict[str, Any]) -> Metadata:
     }
     places = {
         MetadataIndex(key, offset): _StorageInfo(file, position, length)
-        for key, offset, file, position, length in value["items"]
+        for key, offset, file, position, length, _ in value["items"]
     }
     paths = {key: tuple(path) for key, path in value["paths"].items()}
     return Metadata(dict(tensors), planner_data=paths, storage_data=places, storage_meta=StorageMeta())

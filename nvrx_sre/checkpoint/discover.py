@@ -156,6 +156,13 @@ def write_verified(run_dir: Path, verified: dict[str, int]) -> None:
     write_json_atomically(checkpoints_path(run_dir) / VERIFIED_NAME, verified)
 
 
+def record_verified(run_dir: Path, directory: str, when_ns: int) -> None:
+    """Add a commit that was read back and found good; forget those that are gone. Raises `StorageError`."""
+    root = checkpoints_path(run_dir)
+    present = {name: when for name, when in read_verified(run_dir).items() if (root / name).is_dir()}
+    write_verified(run_dir, {**present, directory: when_ns})
+
+
 def move_aside(run_dir: Path, directory: str, reason: str) -> str:
     """Move a rejected checkpoint out of discovery; its new place relative to `run_dir`, '' if it is gone.
 
@@ -193,6 +200,12 @@ def clear_interrupted(run_dir: Path) -> list[str]:
             if path.name.startswith(TEMPORARY_PREFIX):
                 removed.append(path.name)
     return removed
+
+
+def attempt_of(name: str) -> tuple[int, int]:
+    """(step, generation) of the save that a temporary directory belongs to, (0, 0) if its name says none."""
+    match = manifests.DIRECTORY_NAME.match(name.removeprefix(TEMPORARY_PREFIX))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def highest_epoch(run_dir: Path) -> int:

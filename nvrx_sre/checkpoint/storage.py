@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +18,14 @@ from typing import Any, BinaryIO, cast
 import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from nvrx_sre.checkpoint import pacing
 from nvrx_sre.checkpoint.manifest import FileEntry
+from nvrx_sre.checkpoint.pacing import Pacer
+from nvrx_sre.checkpoint.stages import AtStage, unwatched
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
-from nvrx_sre.core.clock import SystemClock, seconds
+
+BUFFER_BYTES = 256 << 10
+"""torch writes each tensor's header in some ten small pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,32 +33,9 @@ class WriteOptions:
     """How the writer treats the storage."""
 
     bandwidth_bytes_s: float | None = None
-    """Upper bound of the average write rate of a save; None for no bound."""
-    delay_per_file_s: float = 0.0
-    """Extra wait before each file is closed: injected slow storage."""
-
-
-class Pacer:
-    """Keeps the average rate of one save under a bound by waiting after writes that came too early."""
-
-    def __init__(self, bandwidth_bytes_s: float | None) -> None:
-        self._bandwidth_bytes_s = bandwidth_bytes_s
-        self._clock = SystemClock()
-        self._started_ns = self._clock.monotonic_ns()
-        self._num_bytes = 0
-        self._never = threading.Event()
-
-    def wrote(self, num_bytes: int) -> None:
-        """Account for a write; blocks until the rate allows the next one."""
-        self._num_bytes += num_bytes
-        if self._bandwidth_bytes_s is not None:
-            elapsed_s = seconds(self._clock.monotonic_ns() - self._started_ns)
-            self.wait(self._num_bytes / self._bandwidth_bytes_s - elapsed_s)
-
-    def wait(self, duration_s: float) -> None:
-        """Let `duration_s` pass. The wait is the purpose here: there is nothing else to wait on."""
-        if duration_s > 0:
-            self._never.wait(duration_s)
+    """Upper bound of the rate at which a save writes; None for no bound."""
+    at_stage: AtStage = unwatched
+    """Told of each file's `write`, `fsync` and `file`."""
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -64,28 +45,43 @@ def _open_private(path: str, flags: int) -> int:
 class ChecksumStream(io.IOBase):
     """Write-only stream over a file: counts, hashes and paces what goes through."""
 
-    def __init__(self, file: BinaryIO, pacer: Pacer) -> None:
+    def __init__(self, file: BinaryIO, pacer: Pacer, at_stage: AtStage) -> None:
         super().__init__()
         self._file = file
         self._pacer = pacer
+        self._at_stage = at_stage
         self._state = xxhash.xxh3_128()
         self._num_bytes = 0
+        self._paced_bytes = 0
+        self._on_its_way = (0, 0)
         self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, content: Any) -> int:
-        try:
-            self._file.write(content)
-        except OSError as error:
-            self.error = error
-            raise
-        self._state.update(content)
-        size_bytes = memoryview(content).nbytes
-        self._num_bytes += size_bytes
-        self._pacer.wrote(size_bytes)
-        return size_bytes
+        view = memoryview(content).cast("B")
+        with self._remembering():
+            self._at_stage("write")
+            for start in range(0, len(view), pacing.PIECE_BYTES):
+                piece = view[start : start + pacing.PIECE_BYTES]
+                self._file.write(piece)
+                self._state.update(piece)
+                self._num_bytes += len(piece)
+                if self._pacer.is_bounded and self._num_bytes - self._paced_bytes >= pacing.PIECE_BYTES:
+                    self._push_out()
+        return len(view)
+
+    def _push_out(self) -> None:
+        """What was written since the last time starts its way to the disk; what went before has arrived."""
+        self._file.flush()
+        piece = (self._paced_bytes, self._num_bytes - self._paced_bytes)
+        pacing.start_writeback(self._file.fileno(), *piece)
+        if self._on_its_way[1]:
+            pacing.finish_writeback(self._file.fileno(), *self._on_its_way)
+        self._on_its_way = piece
+        self._paced_bytes = self._num_bytes
+        self._pacer.wrote(piece[1])
 
     def tell(self) -> int:
         return self._num_bytes
@@ -95,8 +91,21 @@ class ChecksumStream(io.IOBase):
             self._file.flush()
 
     def fileno(self) -> int:
-        self.flush()
+        """The file's descriptor, which whoever asks is about to sync."""
+        with self._remembering():
+            if self._pacer.is_bounded:
+                self._push_out()
+            self._file.flush()
+            self._at_stage("fsync")
         return self._file.fileno()
+
+    @contextmanager
+    def _remembering(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = error
+            raise
 
     def entry(self) -> FileEntry:
         """Length and checksum of everything written so far."""
@@ -118,11 +127,11 @@ class ChecksumFileSystem(FileSystem):
             with super().create_stream(path, mode) as plain:
                 yield plain
             return
-        with open(path, mode, opener=_open_private) as file:
-            stream = ChecksumStream(cast(BinaryIO, file), self._pacer)
+        with open(path, mode, buffering=BUFFER_BYTES, opener=_open_private) as file:
+            stream = ChecksumStream(cast(BinaryIO, file), self._pacer, self._options.at_stage)
             try:
                 yield stream
-                self._pacer.wait(self._options.delay_per_file_s)
+                self._options.at_stage("file")
             finally:
                 self.error = self.error or stream.error
         self.sums[Path(path).name] = stream.entry()

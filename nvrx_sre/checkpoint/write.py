@@ -1,26 +1,25 @@
-"""Sealed slots of all ranks into one committed DCP checkpoint, without a process group.
+"""Sealed slots into the files of a DCP checkpoint, without a process group.
 
     read      header, digest and layout of each rank's slot; nothing is trusted before the digest matched
     scan      a state with NaN, or with infinities in what is trained, is never committed
-    write     `.tmp-...`: DCP files by hand-built plans, rank-0000N.json, all synced, checksums on the way
-    commit    manifest, sync, not fenced, not superseded, one rename, sync
-    verify    drop the page cache, read back, compare
+    plan      from the layouts of all ranks and the forms of their plain tensors: the same on every writer
+    write     `.tmp-...`: this writer's ranks' DCP files and rank-0000N.json, all synced, checksums on the way
+    describe  the pieces of all writers together: `.metadata` and the manifest that `commit` publishes
 
 Keys are those of `tracked`. A plain tensor is stored once, from the lowest rank; a rank whose bytes differ
 keeps its own copy under `<key>@rank-0000N`, so that a restore into the same world is exact.
 
 Process safety: one writer a node and a run; slots are held by the launcher while this reads them, and the
 headers are compared again before the commit. Blocking throughout: runs in the writer process.
-Must not: run a collective, delete anything but its own temporary directory.
+Must not: run a collective, delete anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,50 +38,49 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nvrx_sre.checkpoint import dcp_metadata, discover, manifest
-from nvrx_sre.checkpoint.agree import is_abandoned
+from nvrx_sre.checkpoint import dcp_metadata, manifest
+from nvrx_sre.checkpoint import layout as layouts
 from nvrx_sre.checkpoint.capture import parse_blob, slot_views
+from nvrx_sre.checkpoint.commit import SaveRefused, SaveRequest
 from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem
-from nvrx_sre.checkpoint.manifest import Manifest
+from nvrx_sre.checkpoint.manifest import FileEntry, Manifest
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.checkpoint.storage import ChecksumFileSystem, WriteOptions
-from nvrx_sre.core.atomic import fsync_directory, make_private_directory
-from nvrx_sre.core.errors import CheckpointCorrupt, NvrxError, StorageError
-from nvrx_sre.core.ids import random_hex
+from nvrx_sre.core.atomic import PRIVATE_DIRECTORY_MODE
+from nvrx_sre.core.errors import StorageError
 from nvrx_sre.events.schema import SaveFailure
-
-
-class SaveRefused(NvrxError):
-    """The save must not commit. `reason` is a `schema.SaveFailure`."""
-
-    code = "save_refused"
-
-    def __init__(self, message: str, *, reason: SaveFailure) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveRequest:
-    """What to write. `captured_ns` is wall time."""
-
-    run: str
-    step: int
-    epoch: int
-    generation: int
-    captured_ns: int
 
 
 @dataclass(frozen=True)
 class RankState:
     """One rank's sealed slot, checked: tensors are views of the slot, `state` is its small state."""
 
+    rank: int
     slot_file: SlotFile
     slot: int
     header: SlotHeader
     layout: Layout
     state: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What every writer must know of a rank: its layout, and the form of each of its plain tensors."""
+
+    rank: int
+    layout: Layout
+    forms: Mapping[str, str]
+    """fqn -> dtype, shape and digest of the bytes."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Form for `parts`."""
+        return {"rank": self.rank, "layout": json.loads(self.layout.json), "forms": dict(self.forms)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RankPlan:
+        """Inverse of `to_json`."""
+        return cls(value["rank"], layouts.from_json(value["layout"]), value["forms"])
 
 
 @dataclass(frozen=True)
@@ -94,28 +92,50 @@ class Plans:
     sources: list[dict[str, LayoutItem]]
 
 
+@dataclass(frozen=True)
+class Written:
+    """What this writer has put into the attempt: its files, and where each piece of a tensor lies."""
+
+    files: dict[str, FileEntry]
+    items: list[list[Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Form for `parts`."""
+        return {"files": {name: dataclasses.asdict(entry) for name, entry in self.files.items()}, "items": self.items}
+
+    @classmethod
+    def merged(cls, parts: Sequence[Mapping[str, Any]]) -> Written:
+        """All writers' parts as one."""
+        files = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
+        return cls(files, [item for part in parts for item in part["items"]])
+
+
 class PlanCache:
     """The newest merged plans. Layouts rarely change, and merging costs milliseconds a save."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
         self._plans: Plans | None = None
+        self.num_merged = 0
 
-    def plans_for(self, ranks: Sequence[RankState]) -> Plans:
-        """Plans for these layouts and this set of differing plain tensors."""
+    def plans_for(self, ranks: Sequence[RankPlan]) -> Plans:
+        """Plans for these layouts and this set of differing plain tensors. `ranks`: all of the run, in order."""
         differing = _differing(ranks)
-        key = (tuple(rank.header.layout_hash for rank in ranks), frozenset(differing))
+        key = (tuple(rank.layout.hash for rank in ranks), frozenset(differing))
         if self._plans is None or key != self._key:
             self._plans = _merge([rank.layout for rank in ranks], differing)
             self._key = key
+            self.num_merged += 1
         return self._plans
 
 
-def read_slots(slot_files: Sequence[SlotFile], slots: Sequence[int], request: SaveRequest) -> list[RankState]:
+def read_slots(
+    slot_files: Sequence[SlotFile], slots: Sequence[int], request: SaveRequest, first_rank: int = 0
+) -> list[RankState]:
     """Check and open the slot of each rank. Raises `SaveRefused` if one is not what was asked for."""
     return [
-        _read_slot(rank, slot_file, slot, request)
-        for rank, (slot_file, slot) in enumerate(zip(slot_files, slots, strict=True))
+        _read_slot(first_rank + index, slot_file, slot, request)
+        for index, (slot_file, slot) in enumerate(zip(slot_files, slots, strict=True))
     ]
 
 
@@ -130,7 +150,25 @@ def _read_slot(rank: int, slot_file: SlotFile, slot: int, request: SaveRequest) 
         parsed, state = parse_blob(slot_file, slot, header)
     except ValueError as error:
         raise SaveRefused(f"slot {slot} of rank {rank}: {error}", reason=SaveFailure.VERIFY) from error
-    return RankState(slot_file, slot, header, parsed, state, slot_views(slot_file, slot, parsed))
+    return RankState(rank, slot_file, slot, header, parsed, state, slot_views(slot_file, slot, parsed))
+
+
+def check_untouched(ranks: Sequence[RankState]) -> None:
+    """Raise `SaveRefused` unless every slot is still the one that was read."""
+    for rank in ranks:
+        if rank.slot_file.header(rank.slot) != rank.header:
+            raise SaveRefused(f"the slot of rank {rank.rank} changed during the save", reason=SaveFailure.INTERRUPTED)
+
+
+def plan_of(rank: RankState) -> RankPlan:
+    """What the other writers must know of a rank. Reads its plain tensors."""
+    data = rank.slot_file.data(rank.slot)
+    forms = {}
+    for item in rank.layout.items:
+        if item.kind is ItemKind.TENSOR:
+            content = data[item.offset_bytes : item.offset_bytes + item.size_bytes]
+            forms[item.fqn] = f"{item.dtype} {list(item.local_shape)} {xxhash.xxh3_128_hexdigest(content)}"
+    return RankPlan(rank.rank, rank.layout, forms)
 
 
 def check_finite(ranks: Sequence[RankState]) -> None:
@@ -139,7 +177,7 @@ def check_finite(ranks: Sequence[RankState]) -> None:
     NaN is refused anywhere. Infinities are refused in trained parameters and optimizer state; buffers may
     hold them by design (attention masks).
     """
-    for index, rank in enumerate(ranks):
+    for rank in ranks:
         for item in rank.layout.items:
             tensor = rank.tensors[item.fqn]
             if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -147,7 +185,7 @@ def check_finite(ranks: Sequence[RankState]) -> None:
             trained = item.requires_grad or item.role is ItemRole.OPTIMIZER
             if not _is_sound(tensor, trained):
                 raise SaveRefused(
-                    f"{item.fqn} on rank {index} is not finite at step {rank.header.step}",
+                    f"{item.fqn} on rank {rank.rank} is not finite at step {rank.header.step}",
                     reason=SaveFailure.NONFINITE,
                 )
 
@@ -163,126 +201,68 @@ def _is_sound(tensor: torch.Tensor, finite: bool) -> bool:
     return not bool(torch.isnan(low))
 
 
-def write_files(
-    temporary: Path, request: SaveRequest, ranks: Sequence[RankState], plans: Plans, options: WriteOptions
-) -> Manifest:
-    """All files of the save into the new directory `temporary`, synced, and the manifest that describes them.
+def make_attempt(directory: Path) -> None:
+    """Create the attempt's directory; another writer of the same save may have been first. Raises `OSError`."""
+    directory.mkdir(mode=PRIVATE_DIRECTORY_MODE, exist_ok=True)
 
-    Raises `StorageError`. The manifest is returned, not written: `commit` does that.
-    """
-    files = ChecksumFileSystem(options)
+
+@contextmanager
+def _as_storage_error(temporary: Path, files: ChecksumFileSystem) -> Iterator[None]:
+    """Below torch's C++ writer an `OSError` arrives as a `RuntimeError`; anything else is a bug and goes on."""
     try:
-        temporary.mkdir(mode=0o700)
-        results = _write_tensors(temporary, ranks, plans, files)
-        for index, rank in enumerate(ranks):
-            content = {"rank": index, "layout": json.loads(rank.layout.json), "state": rank.state}
-            files.write_file(temporary / manifest.rank_file_name(index), json.dumps(content).encode())
+        yield
     except (OSError, RuntimeError) as error:
-        # Below torch's C++ writer an OSError arrives as a RuntimeError; anything else is a bug and goes on.
         cause = error if isinstance(error, OSError) else files.error
         if cause is None:
             raise
-        raise StorageError(f"cannot write {temporary}: {cause.strerror or cause}") from error
+        raise StorageError(f"cannot write {temporary}: {cause.strerror or cause}") from cause
+
+
+def write_files(temporary: Path, ranks: Sequence[RankState], plans: Plans, options: WriteOptions) -> Written:
+    """The files of these ranks into the directory `temporary`, synced. Raises `StorageError`."""
+    files = ChecksumFileSystem(options)
+    with _as_storage_error(temporary, files):
+        make_attempt(temporary)
+        items = _write_tensors(temporary, ranks, plans, files)
+        for rank in ranks:
+            content = {"rank": rank.rank, "layout": json.loads(rank.layout.json), "state": rank.state}
+            files.write_file(temporary / manifest.rank_file_name(rank.rank), json.dumps(content).encode())
+    return Written(files.sums, items)
+
+
+def describe(
+    temporary: Path, request: SaveRequest, layout_hashes: Sequence[str], plans: Plans, written: Written
+) -> Manifest:
+    """DCP's `.metadata` into `temporary`, and the manifest of the whole, which `commit` writes.
+
+    `written` is of all writers. Raises `StorageError`.
+    """
+    files = ChecksumFileSystem(WriteOptions())
+    with _as_storage_error(temporary, files):
+        writer = _Writer(temporary, sync_files=True)
+        writer.fs = files
+        # `finish` changes the metadata it is given; the cached one stays clean.
+        writer.finish(dataclasses.replace(plans.metadata), [dcp_metadata.to_results(written.items)])
     return Manifest(
         run=request.run,
         step=request.step,
         epoch=request.epoch,
         generation=request.generation,
-        world_size=len(ranks),
+        world_size=request.world_size,
         captured_ns=request.captured_ns,
-        layout_hashes=[rank.header.layout_hash for rank in ranks],
+        layout_hashes=list(layout_hashes),
         torch_version=torch.__version__,
-        files=dict(sorted(files.sums.items())),
-        dcp=dcp_metadata.to_json(plans.metadata, results),
+        files=dict(sorted((written.files | files.sums).items())),
+        dcp=dcp_metadata.to_json(plans.metadata, written.items),
     )
 
 
-def temporary_path(run_dir: Path, request: SaveRequest) -> Path:
-    """A new name for an attempt. Raises `StorageError` if `checkpoints/` cannot be made."""
-    root = discover.checkpoints_path(run_dir)
-    try:
-        make_private_directory(root)
-    except OSError as error:
-        raise StorageError(f"cannot create {root}: {error.strerror}") from error
-    name = manifest.directory_name(request.step, request.generation)
-    return root / f"{discover.TEMPORARY_PREFIX}{name}-{os.getpid()}-{random_hex(4)}"
-
-
-def commit(run_dir: Path, temporary: Path, described: Manifest, ranks: Sequence[RankState]) -> Path:
-    """Publish `temporary` under its final name; the new path. Durable when it returns.
-
-    A commit of this step and generation that is already there and good is kept. Raises `SaveRefused` if the
-    line was abandoned, the launcher superseded or a slot changed meanwhile, `StorageError` otherwise.
-    """
-    manifest.write(temporary, described)
-    final = temporary.with_name(manifest.directory_name(described.step, described.generation))
-    check_current(run_dir, described, ranks)
-    try:
-        if final.exists():
-            if _is_good(final, described.run):
-                shutil.rmtree(temporary)
-                return final
-            discover.move_aside(run_dir, final.name, "replaced")
-        os.rename(temporary, final)
-        fsync_directory(final.parent)
-    except OSError as error:
-        raise StorageError(f"cannot commit {final}: {error.strerror or error}") from error
-    return final
-
-
-def check_current(run_dir: Path, described: Manifest, ranks: Sequence[RankState]) -> None:
-    """Raise `SaveRefused` unless the save still belongs to the run's line and its slots are untouched."""
-    epoch = discover.highest_epoch(run_dir)
-    if epoch > described.epoch:
-        raise SaveRefused(f"epoch {epoch} has taken over the run", reason=SaveFailure.ABANDONED_LINE)
-    if is_abandoned(discover.read_fences(run_dir), described.generation, described.step):
-        raise SaveRefused(
-            f"step {described.step} of generation {described.generation} was abandoned by a rollback",
-            reason=SaveFailure.ABANDONED_LINE,
-        )
-    for index, rank in enumerate(ranks):
-        if rank.slot_file.header(rank.slot) != rank.header:
-            raise SaveRefused(f"the slot of rank {index} changed during the save", reason=SaveFailure.INTERRUPTED)
-
-
-def verify_committed(run_dir: Path, directory: Path, run: str) -> Manifest:
-    """Read a commit back from the disk and compare every checksum.
-
-    Damage moves the directory out of discovery at once. Raises `SaveRefused` (verify) or `StorageError`.
-    """
-    try:
-        described = manifest.verify(directory, deep=False, run=run)
-        manifest.drop_cached_pages(directory, [*described.files, manifest.MANIFEST_NAME])
-        return manifest.verify(directory, deep=True, run=run)
-    except OSError as error:
-        raise StorageError(f"cannot read back {directory}: {error.strerror}") from error
-    except CheckpointCorrupt as error:
-        moved_to = discover.move_aside(run_dir, directory.name, error.reason)
-        raise SaveRefused(f"{error}; moved to {moved_to}", reason=SaveFailure.VERIFY) from error
-
-
-def _is_good(directory: Path, run: str) -> bool:
-    try:
-        manifest.verify(directory, deep=True, run=run)
-    except CheckpointCorrupt:
-        return False
-    return True
-
-
-def _differing(ranks: Sequence[RankState]) -> set[tuple[int, str]]:
+def _differing(ranks: Sequence[RankPlan]) -> set[tuple[int, str]]:
     """(rank, fqn) of plain tensors whose bytes or shape are not those of the lowest rank that has them."""
-    first: dict[str, tuple[Any, ...]] = {}
-    differing = set()
-    for index, rank in enumerate(ranks):
-        data = rank.slot_file.data(rank.slot)
-        for item in rank.layout.items:
-            if item.kind is not ItemKind.TENSOR:
-                continue
-            content = data[item.offset_bytes : item.offset_bytes + item.size_bytes]
-            form = (item.dtype, item.local_shape, xxhash.xxh3_128_digest(content))
-            if first.setdefault(item.fqn, form) != form:
-                differing.add((index, item.fqn))
-    return differing
+    first: dict[str, str] = {}
+    return {
+        (rank.rank, fqn) for rank in ranks for fqn, form in rank.forms.items() if first.setdefault(fqn, form) != form
+    }
 
 
 def _merge(layouts: Sequence[Layout], differing: set[tuple[int, str]]) -> Plans:
@@ -299,7 +279,22 @@ def _merge(layouts: Sequence[Layout], differing: set[tuple[int, str]]) -> Plans:
         items = [_write_item(key, item) for key, item in chosen.items()]
         plans.append(SavePlan(items, planner_data={key: _path(key, item) for key, item in chosen.items()}))
     merged, metadata = DefaultSavePlanner().create_global_plan(plans)
+    _add_aliases(metadata, layouts)
     return Plans(FileSystemWriter("unused").prepare_global_plan(merged), metadata, sources)
+
+
+def _add_aliases(metadata: Metadata, layouts: Sequence[Layout]) -> None:
+    """Tied weights are stored once and listed under each of their names."""
+    for item in (item for ranked in layouts for item in ranked.items):
+        for alias in item.aliases:
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[item.fqn]
+            metadata.planner_data[alias] = _path(alias, item)
+
+
+def _alias_items(items: list[list[Any]], layouts: Sequence[Layout]) -> list[list[Any]]:
+    """Where tied weights lie, under their further names; `items` as `dcp_metadata.to_items` gives them."""
+    aliases = {item.fqn: item.aliases for layout in layouts for item in layout.items}
+    return [[alias, *place] for key, *place in items for alias in aliases.get(key, ())]
 
 
 def _key_of(item: LayoutItem, rank: int, differing: set[tuple[int, str]], plain_seen: set[str]) -> str | None:
@@ -355,16 +350,22 @@ class _Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
+def _digest(rank: RankState, item: LayoutItem) -> str:
+    """Lets a reader check this piece without reading the rest of its file."""
+    start = item.offset_bytes
+    return xxhash.xxh3_64_hexdigest(rank.slot_file.data(rank.slot)[start : start + item.size_bytes])
+
+
 def _write_tensors(
     temporary: Path, ranks: Sequence[RankState], plans: Plans, files: ChecksumFileSystem
-) -> list[WriteResult]:
+) -> list[list[Any]]:
     writer = _Writer(temporary, sync_files=True, thread_count=1)
     writer.fs = files
     writer.set_up_storage_writer(True)
-    results: list[list[WriteResult]] = []
-    for rank, plan, source in zip(ranks, plans.save_plans, plans.sources, strict=True):
+    items: list[list[Any]] = []
+    for rank in ranks:
+        plan, source = plans.save_plans[rank.rank], plans.sources[rank.rank]
         planner = _SlotPlanner({key: rank.tensors[item.fqn] for key, item in source.items()})
-        results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
-    # `finish` changes the metadata it is given; the cached one stays clean.
-    writer.finish(dataclasses.replace(plans.metadata), results)
-    return [result for ranked in results for result in ranked]
+        results: list[WriteResult] = writer.write_data(planner.finish_plan(plan), planner).wait()
+        items += dcp_metadata.to_items(results, [_digest(rank, source[result.index.fqn]) for result in results])
+    return items + _alias_items(items, [rank.layout for rank in ranks])

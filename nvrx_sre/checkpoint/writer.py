@@ -14,34 +14,41 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import os
-import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from nvrx_sre.checkpoint import discover, retention
+from nvrx_sre.checkpoint import discover
+from nvrx_sre.checkpoint.commit import SaveRefused, SaveRequest, failure_of, verify_committed
+from nvrx_sre.checkpoint.parts import Share
+from nvrx_sre.checkpoint.retention import Deleted, Retention
 from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.checkpoint.stages import unwatched
 from nvrx_sre.core.clock import SystemClock, seconds
-from nvrx_sre.core.errors import CheckpointCorrupt, StorageError, UserError
+from nvrx_sre.core.errors import StorageError, UserError
 from nvrx_sre.core.processes import start_ticks
-from nvrx_sre.core.slow_storage import slow_storage_s
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import SaveFailure
+from nvrx_sre.events.settings import ChildSettings
 
 if TYPE_CHECKING:
-    from nvrx_sre.checkpoint.storage import WriteOptions
-    from nvrx_sre.checkpoint.write import PlanCache
+    from nvrx_sre.checkpoint.save import Saver
 
 PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
-NICENESS = 5
-"""Below training: a save has the whole interval between saves, a step has not."""
+NICENESS = 10
+"""Below training, which gets ten times the share of a core that both want: a save has the whole interval between
+saves, a step has not."""
 MESSAGE_CHARACTERS_MAX = 500
+RETENTION_WAIT_S = 2.0
+"""Longest wait for a delete in hand when the writer is to leave; the next start of the run finishes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,29 +58,42 @@ class WriterConfig:
     run_dir: Path
     run: str
     bandwidth_bytes_s: float | None = None
-    delay_per_file_s: float = 0.0
+
+
+class Watcher(Protocol):
+    """Follows each save through its stages: `faults.storage`, where a plan is in force."""
+
+    def begin(self, step: int, passes: dict[str, int]) -> None:
+        """A save of `step` begins."""
+
+    def at(self, stage: str) -> None:
+        """The save is at `stage`. May raise `OSError`."""
 
 
 class Writer:
     """Answers the launcher's messages. Not thread-safe: one thread, one save at a time."""
 
-    def __init__(self, config: WriterConfig, channel: wire.Channel) -> None:
+    def __init__(self, config: WriterConfig, channel: wire.Channel, watcher: Watcher | None = None) -> None:
         self._config = config
         self._channel = channel
         self._clock = SystemClock()
         self._slot_files: dict[int, SlotFile] = {}
-        self._plans: PlanCache | None = None
+        self._watcher = watcher
+        self._at_stage = unwatched if watcher is None else watcher.at
+        self._saver: Saver | None = None
+        self._retention = Retention(config.run_dir, config.run, self._deleted, log, self._at_stage)
 
     def serve(self) -> None:
-        """Handle messages until `Leave` or the end of the channel."""
+        """Handle messages until `Leave` or the end of the channel; a delete in hand may finish, bounded."""
         while (received := self._channel.receive()) is not None:
             message, descriptors = received
             if isinstance(message, wire.Leave):
-                return
+                break
             if isinstance(message, wire.MapSlots):
                 self._map(message, descriptors)
             elif isinstance(message, wire.WriteSave):
                 self.save(message)
+        self._retention.wait_idle(RETENTION_WAIT_S)
 
     def _map(self, message: wire.MapSlots, descriptors: list[int]) -> None:
         old = self._slot_files.pop(message.rank, None)
@@ -87,78 +107,72 @@ class Writer:
 
     def save(self, message: wire.WriteSave) -> None:
         """One save, from slots to retention. Reports every stage; never raises for storage or data."""
-        from nvrx_sre.checkpoint.write import SaveRefused
-
         started_ns = self._clock.monotonic_ns()
+        if self._watcher is not None:
+            self._watcher.begin(message.step, message.passes)
         try:
-            directory, size_bytes = self._commit(message, started_ns)
-            self._verify(message, directory, size_bytes)
+            if self._commit(message, started_ns):
+                self._retention.request(message.keep, message.epoch)
         except SaveRefused as error:
             self._failed(message, error.reason, str(error), started_ns)
         except StorageError as error:
-            self._failed(message, SaveFailure.STORAGE, str(error), started_ns)
-        else:
-            self._retain(message.keep)
+            self._failed(message, failure_of(error), str(error), started_ns)
 
-    def _commit(self, message: wire.WriteSave, started_ns: int) -> tuple[Path, int]:
-        from nvrx_sre.checkpoint import write
+    def _commit(self, message: wire.WriteSave, started_ns: int) -> bool:
+        """True if this writer committed and verified the save; False if it has put in its part of one."""
+        from nvrx_sre.checkpoint.save import Source
 
-        if self._plans is None:
-            self._plans = write.PlanCache()
-        request = write.SaveRequest(
+        share = Share(
+            part=message.part,
+            num_parts=message.num_parts,
+            first_rank=message.first_rank,
+            attempt=message.attempt,
+            deadline_s=message.deadline_s,
+        )
+        request = SaveRequest(
             run=self._config.run,
             step=message.step,
             epoch=message.epoch,
             generation=message.generation,
             captured_ns=message.captured_ns,
+            world_size=message.world_size,
         )
-        ranks = write.read_slots(self._files_of(message), message.slots, request)
-        write.check_finite(ranks)
-        temporary = write.temporary_path(self._config.run_dir, request)
-        try:
-            plans = self._plans.plans_for(ranks)
-            described = write.write_files(temporary, request, ranks, plans, self._options())
-            self._report(message, "written", "", described.size_bytes, started_ns)
-            directory = write.commit(self._config.run_dir, temporary, described, ranks)
-        finally:
-            # Gone after the rename; in every other case nothing of the attempt may stay.
-            shutil.rmtree(temporary, ignore_errors=True)
-        self._report(message, "committed", directory.name, described.size_bytes, started_ns)
-        return directory, described.size_bytes
+        source = Source(slot_files=self._files_of(message), slots=message.slots, share=share)
+        saved = self._saver_of_process().save(
+            request, source, lambda size_bytes: self._report(message, "written", "", size_bytes, started_ns)
+        )
+        if saved.directory is None:
+            return False
+        self._report(message, "committed", saved.directory.name, saved.size_bytes, started_ns)
+        self._verify(message, saved.directory, saved.size_bytes)
+        return True
+
+    def _saver_of_process(self) -> Saver:
+        from nvrx_sre.checkpoint.save import Saver
+        from nvrx_sre.checkpoint.storage import WriteOptions
+
+        if self._saver is None:
+            options = WriteOptions(bandwidth_bytes_s=self._config.bandwidth_bytes_s, at_stage=self._at_stage)
+            self._saver = Saver(self._config.run_dir, options)
+        return self._saver
 
     def _verify(self, message: wire.WriteSave, directory: Path, size_bytes: int) -> None:
-        from nvrx_sre.checkpoint.write import verify_committed
-
         started_ns = self._clock.monotonic_ns()
-        verify_committed(self._config.run_dir, directory, self._config.run)
-        verified = discover.read_verified(self._config.run_dir)
-        discover.write_verified(self._config.run_dir, {**verified, directory.name: self._clock.wall_ns()})
+        verify_committed(self._config.run_dir, directory, self._config.run, self._at_stage)
+        discover.record_verified(self._config.run_dir, directory.name, self._clock.wall_ns())
         self._report(message, "verified", directory.name, size_bytes, started_ns)
 
     def _files_of(self, message: wire.WriteSave) -> list[SlotFile]:
-        from nvrx_sre.checkpoint.write import SaveRefused
-
-        missing = [rank for rank in range(message.world_size) if rank not in self._slot_files]
-        if missing or len(message.slots) != message.world_size:
+        wanted = range(message.first_rank, message.first_rank + len(message.slots))
+        missing = [rank for rank in wanted if rank not in self._slot_files]
+        is_whole = message.num_parts > 1 or len(message.slots) == message.world_size
+        if missing or not is_whole:
             raise SaveRefused(f"slots of ranks {missing} are not mapped", reason=SaveFailure.INTERRUPTED)
-        return [self._slot_files[rank] for rank in range(message.world_size)]
+        return [self._slot_files[rank] for rank in wanted]
 
-    def _options(self) -> WriteOptions:
-        from nvrx_sre.checkpoint.storage import WriteOptions
-
-        return WriteOptions(bandwidth_bytes_s=self._config.bandwidth_bytes_s, delay_per_file_s=self._delay_per_file_s())
-
-    def _delay_per_file_s(self) -> float:
-        """Injected slowness: of the command line, or of a `slow_storage` fault since."""
-        return max(self._config.delay_per_file_s, slow_storage_s(self._config.run_dir))
-
-    def _retain(self, keep: int) -> None:
-        """Old checkpoints go after the save is verified; a failure here costs disk space, not the save."""
-        try:
-            for name in retention.retain(self._config.run_dir, self._config.run, keep):
-                log(f"deleted {name}")
-        except (StorageError, CheckpointCorrupt) as error:
-            log(f"kept all checkpoints: {error}")
+    def _deleted(self, deleted: Deleted) -> None:
+        log(f"deleted {deleted.directory} in {deleted.seconds:.3f} s")
+        self._channel.send(wire.Retired(step=deleted.step, directory=deleted.directory, seconds=deleted.seconds))
 
     def _report(self, message: wire.WriteSave, stage: str, directory: str, size_bytes: int, started_ns: int) -> None:
         self._channel.send(
@@ -206,15 +220,27 @@ def parse_arguments(arguments: Sequence[str]) -> WriterConfig:
     parser = argparse.ArgumentParser(prog="python -m nvrx_sre.checkpoint.writer", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("run")
-    parser.add_argument("--bandwidth-bytes-s", type=float, default=None, help="bound of the average write rate")
-    parser.add_argument("--delay-per-file-s", type=float, default=0.0, help="injected slow storage, each file")
+    parser.add_argument("--bandwidth-bytes-s", type=float, default=None, help="bound of the write rate")
     parsed = parser.parse_args(arguments)
-    return WriterConfig(
-        run_dir=parsed.run_dir,
-        run=parsed.run,
-        bandwidth_bytes_s=parsed.bandwidth_bytes_s,
-        delay_per_file_s=parsed.delay_per_file_s,
-    )
+    return WriterConfig(run_dir=parsed.run_dir, run=parsed.run, bandwidth_bytes_s=parsed.bandwidth_bytes_s)
+
+
+def watcher_of(settings: ChildSettings | None, announce: Callable[[str, int, int], object]) -> Watcher | None:
+    """Planned faults of storage, None without any.
+
+    Loaded by name and only when a plan is in force, so that a run without one holds no code that can kill it.
+    """
+    if settings is None or not settings.fault_specs:
+        return None
+    watcher: Watcher = importlib.import_module("nvrx_sre.faults.storage").StorageFaults(settings.fault_specs, announce)
+    return watcher
+
+
+def yield_to_training() -> None:
+    """Lower this process's share of the cores, also where the scheduler groups processes by session."""
+    os.nice(NICENESS)
+    with suppress(OSError):  # kernels without automatic groups have no such file
+        Path("/proc/self/autogroup").write_text(str(NICENESS), encoding="ascii")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -227,16 +253,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     channel = wire.Channel(socket.socket(fileno=int(os.environ[wire.CHANNEL_FD_VARIABLE])))
     clock = SystemClock()
     channel.send(wire.Hello(pid=os.getpid(), start_ticks=start_ticks(os.getpid()), mono_ns=clock.monotonic_ns()))
-    os.nice(NICENESS)
     for name in discover.clear_interrupted(config.run_dir):
         log(f"removed {name}, which had not committed")
     import torch
 
-    from nvrx_sre.checkpoint import write  # noqa: F401  # loaded now, so that the first save does not wait for it
+    from nvrx_sre.checkpoint import save  # noqa: F401  # loaded now, so that the first save does not wait for it
 
     torch.set_num_threads(1)
+    # Our own checksum covers every byte, at six times the speed.
+    torch.serialization.set_crc32_options(False)
+    watcher = watcher_of(
+        ChildSettings.from_environment(os.environ),
+        lambda spec, step, passes: channel.send(
+            wire.Injected(generation=0, spec=spec, step=step, passes=passes, mono_ns=clock.monotonic_ns())
+        ),
+    )
     channel.send(wire.Parked(fit=True, note="", mono_ns=clock.monotonic_ns()))
-    Writer(config, channel).serve()
+    yield_to_training()
+    Writer(config, channel, watcher).serve()
     return 0
 
 

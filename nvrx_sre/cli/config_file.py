@@ -48,7 +48,9 @@ OPTION_KEYS: dict[str, dict[str, str]] = {
     "checkpoint": {
         "save_every": "save_every",
         "hot_every": "hot_every",
+        "hot_slots": "hot_slots",
         "keep": "keep",
+        "on_busy": "on_busy",
         "write_bandwidth": "write_bandwidth",
     },
     "faults": {"specs": "fault", "plan": "fault_plan"},

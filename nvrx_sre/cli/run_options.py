@@ -20,7 +20,7 @@ from nvrx_sre.cli import config_file
 from nvrx_sre.core.ids import check_run_name, run_name_from
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.faults.plan import load_plan
-from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.config import ON_BUSY, RunConfig
 from nvrx_sre.telemetry.endpoint import EndpointSecurity
 
 LIMITS_KEY = "nvrx_sre.limits"
@@ -36,8 +36,11 @@ class RunOptions:
     run_dir: Path
     standbys: int
     save_every: int
-    hot_every: int
+    hot_every: int | None
+    """None: chosen by measurement."""
+    hot_slots: int
     keep: int
+    on_busy: str
     write_bandwidth_bytes_s: float | None
     fault_specs: tuple[str, ...]
     limits: Limits
@@ -110,7 +113,15 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         default=1,
         show_default=True,
         metavar="N|auto",
-        help="Steps between hot captures; 0 switches the hot tier off.",
+        help="Steps between hot captures; 0 switches the hot tier off, auto keeps their cost at 1 % of the step.",
+    ),
+    click.option(
+        "--hot-slots",
+        type=click.IntRange(2, 3),
+        default=3,
+        show_default=True,
+        metavar="2|3",
+        help="Hot slots of each rank; with 2, captures pause while a durable save is written.",
     ),
     click.option(
         "--keep",
@@ -119,6 +130,13 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         show_default=True,
         metavar="N",
         help="Verified durable checkpoints to keep.",
+    ),
+    click.option(
+        "--on-busy",
+        type=click.Choice(ON_BUSY),
+        default="skip",
+        show_default=True,
+        help="A due save that finds the writer busy: skip it and save the newest step when it is free, or wait.",
     ),
     click.option(
         "--write-bandwidth",
@@ -189,7 +207,9 @@ _SHARED = (
     "standbys",
     "save_every",
     "hot_every",
+    "hot_slots",
     "keep",
+    "on_busy",
     "write_bandwidth",
     "step_deadline",
     "fault",
@@ -209,11 +229,7 @@ _SHARED = (
 
 def _build(values: dict[str, Any]) -> RunOptions:
     run, run_dir = _place(values["name"], values["run_dir"])
-    notices = []
-    hot_every = values["hot_every"]
-    if hot_every == AUTO:
-        hot_every = 1
-        notices.append("--hot-every auto: capturing hot state at every step")
+    notices: list[str] = []
     linger_s: float | None = values["metrics_linger"]
     fields_of = {
         section: dict(content) for section, content in click.get_current_context().meta.get(LIMITS_KEY, {}).items()
@@ -226,8 +242,10 @@ def _build(values: dict[str, Any]) -> RunOptions:
         run_dir=run_dir,
         standbys=values["standbys"],
         save_every=values["save_every"],
-        hot_every=hot_every,
+        hot_every=None if values["hot_every"] == AUTO else values["hot_every"],
+        hot_slots=values["hot_slots"],
         keep=values["keep"],
+        on_busy=values["on_busy"],
         write_bandwidth_bytes_s=None if bandwidth_mb_s is None else bandwidth_mb_s * 1e6,
         fault_specs=_fault_specs(values["fault"], values["fault_plan"]),
         limits=config_file.build_limits(fields_of, values["step_deadline"]),
@@ -278,7 +296,9 @@ def build_run_config(
         num_standbys=options.standbys,
         save_every=options.save_every,
         hot_every=options.hot_every,
+        hot_slots=options.hot_slots,
         keep=options.keep,
+        on_busy=options.on_busy,
         write_bandwidth_bytes_s=options.write_bandwidth_bytes_s,
         fault_specs=options.fault_specs,
         config_items=config_items,

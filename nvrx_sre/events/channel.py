@@ -299,6 +299,11 @@ class SlotsGranted(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlotsReleased(Message):
+    """The writer holds no slot any more: a rank that found none free may look again."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MapSlots(Message):
     """To the writer: slots of `rank`, the memfd beside this message."""
 

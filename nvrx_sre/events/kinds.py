@@ -137,6 +137,7 @@ class SaveFailure(StrEnum):
     """Why a save that had started did not commit."""
 
     STORAGE = "storage"
+    NO_SPACE = "no_space"
     WRITER_DIED = "writer_died"
     INTERRUPTED = "interrupted"
     NONFINITE = "nonfinite"

@@ -26,8 +26,8 @@ class ChildSettings:
     launcher_pid: int
     role: str
     attempt: int
-    hot_every: int
     save_every: int
+    waits_for_writer: bool
     interrupt_signal: int
     fault_specs: tuple[str, ...]
     group_timeout_s: float

@@ -11,6 +11,7 @@ What each kind is good for:
   killer's first choice (oom_score_adj) and dies by the same signal. The announcement that goes out before
   tells the launcher that this SIGKILL stands for the killer's.
 - `cuda_error` raises what a sticky device error raises; the device is left alone.
+Faults of storage strike the writer: `faults.storage`.
 
 Must not: import session or restart; run in a process without a plan.
 """
@@ -28,7 +29,6 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from nvrx_sre.core.errors import InternalError
-from nvrx_sre.core.slow_storage import slow_down_storage
 from nvrx_sre.faults.plan import FaultKind, FaultSpec
 
 NOMINAL_STEP_S = 0.1
@@ -191,10 +191,6 @@ def _slow(spec: FaultSpec, actions: InjectionActions) -> None:
     threading.Event().wait((spec.value - 1.0) * usual_s)
 
 
-def _slow_storage(spec: FaultSpec, actions: InjectionActions) -> None:
-    slow_down_storage(actions.run_dir, spec.value)
-
-
 def _kill_node(spec: FaultSpec, actions: InjectionActions) -> None:
     actions.request_node_kill()
     threading.Event().wait()  # the launcher's SIGKILL ends it
@@ -212,7 +208,6 @@ _KINDS: dict[FaultKind, Callable[[FaultSpec, InjectionActions], None]] = {
     FaultKind.NONFINITE: _poison,
     FaultKind.CORRUPT_CHECKPOINT: _corrupt_checkpoint,
     FaultKind.SLOW: _slow,
-    FaultKind.SLOW_STORAGE: _slow_storage,
     FaultKind.SIGTERM: _terminate_launcher,
     FaultKind.NODE_KILL: _kill_node,
 }

@@ -10,6 +10,9 @@ fire at the first occasion at or after the step.
 
 `hang` in phase `collective` names the way it hangs rather than a place: a native collective that no peer answers.
 
+Faults of storage (`STORAGE_KINDS`) strike no rank but the writer, at a stage of the first durable save at or after
+their step: `writer_kill@0:16/rename`, `no_space@0:16/manifest`. The rank says whose node's writer.
+
 Invariants: `FaultSpec.parse(str(spec)) == spec`; a plan object serves one generation of one rank, in which no
 step is executed twice, and so returns each fault at most once.
 Thread safety: `FaultSpec` is immutable, `FaultPlan` belongs to one thread. Must not: load torch, execute anything.
@@ -48,17 +51,34 @@ class FaultKind(StrEnum):
     SLOW_STORAGE = "slow_storage"
     SIGTERM = "sigterm"
     NODE_KILL = "node_kill"
+    WRITER_KILL = "writer_kill"
+    LAUNCHER_KILL = "launcher_kill"
+    NO_SPACE = "no_space"
+    IO_ERROR = "io_error"
 
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "collective", "commit")
 """Phases that every step passes."""
 RARE_PHASES = ("init", "rendezvous", "rebuild", "restore", "save", "evaluate", "teardown", "exit")
 """Phases that a rank passes now and then."""
-PHASES = STEP_PHASES + RARE_PHASES
+SAVE_STAGES = ("plan", "write", "fsync", "manifest", "rename", "verify", "retention")
+"""Stages of a durable save, in the writer."""
+PHASES = STEP_PHASES + RARE_PHASES + SAVE_STAGES
 EVERY_PASS = 0
 """`FaultSpec.passes` of a fault that fires each time its step is executed."""
 DEFAULT_PARAMETERS: Mapping[FaultKind, float] = {FaultKind.SLOW: 2.0, FaultKind.SLOW_STORAGE: 1.0}
 """Kinds that take a parameter: factor of the usual step time (`2.0x`), seconds a file (`0.5s`)."""
+
+STORAGE_KINDS = frozenset(
+    {
+        FaultKind.SLOW_STORAGE,
+        FaultKind.WRITER_KILL,
+        FaultKind.LAUNCHER_KILL,
+        FaultKind.NO_SPACE,
+        FaultKind.IO_ERROR,
+    }
+)
+"""Kinds that strike the writer. `slow_storage` without a stage slows every file of every save from its step on."""
 
 _NOT_A_STEP_POINT = frozenset({"data", *RARE_PHASES})
 _UNITS = {FaultKind.SLOW: "x", FaultKind.SLOW_STORAGE: "s"}
@@ -95,7 +115,18 @@ class FaultSpec:
             raise UserError(f"fault {self}: unknown phase {self.phase!r}, {_nearest(self.phase, PHASES)}")
         if self.passes < 0:
             raise UserError(f"fault {self}: it fires {self.passes} times, use x1 or more, or x*")
+        self._check_stage()
         self._check_parameter()
+
+    def _check_stage(self) -> None:
+        if self.phase is None:
+            return
+        is_stage = self.phase in SAVE_STAGES
+        if is_stage and self.kind not in STORAGE_KINDS:
+            kinds = ", ".join(sorted(STORAGE_KINDS))
+            raise UserError(f"fault {self}: {self.phase} is a stage of the writer, for {kinds} only")
+        if self.kind in STORAGE_KINDS and not is_stage:
+            raise UserError(f"fault {self}: {self.kind} strikes the writer, at {', '.join(SAVE_STAGES)}")
 
     def _check_parameter(self) -> None:
         if self.parameter is None:
@@ -143,7 +174,7 @@ class FaultSpec:
 
     def matches(self, rank: int, step: int, point: str) -> bool:
         """True if the fault belongs to `point` of `step` on `rank`, whether or not it has fired before."""
-        if rank != self.rank:
+        if rank != self.rank or self.kind in STORAGE_KINDS:
             return False
         if self.phase in RARE_PHASES:
             return point == self.phase and step >= self.step

@@ -108,7 +108,7 @@ class OpenGeneration(Command):
     """All ranks are ready. The shell sets up the store prefix, computes restore candidates and sends `Go`.
 
     `checkpoints_back`: leave out that many of the newest durable candidates (and all hot ones if > 0).
-    `hot_allowed`: hot slots may be used.
+    `hot_allowed`: hot slots may be used. `hot_every`: steps between hot captures, 0 for none.
     """
 
     generation: int
@@ -116,6 +116,7 @@ class OpenGeneration(Command):
     children: tuple[int, ...]
     checkpoints_back: int
     hot_allowed: bool
+    hot_every: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +141,14 @@ class Kill(Command):
 
     child: int
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetHotInterval(Command):
+    """Tell every rank to capture steps divisible by `every` from `from_step` on."""
+
+    every: int
+    from_step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +193,14 @@ class StartSave(Command):
     world_size: int
     slots: tuple[int, ...]
     captured_mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReleaseBoundary(Command):
+    """Tell the ranks of `generation` that the durable save due at `step` was taken, or will not be."""
+
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,9 @@ from nvrx_sre.core.ids import check_run_name
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.telemetry.endpoint import EndpointSecurity
 
+ON_BUSY = ("skip", "wait")
+"""What a due save does that finds the writer busy."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -29,10 +32,14 @@ class RunConfig:
     """Warm spare processes."""
     save_every: int = 50
     """Steps between durable saves."""
-    hot_every: int = 1
-    """Steps between hot captures; 0 switches the hot tier off."""
+    hot_every: int | None = 1
+    """Steps between hot captures; 0 switches the hot tier off, None has it chosen by measurement."""
+    hot_slots: int = 3
+    """Hot slots of each rank, 2 or 3."""
     keep: int = 3
     """Verified durable checkpoints to retain, at least 2."""
+    on_busy: str = "skip"
+    """A due save that finds the writer busy: `skip` it, and save the newest step when the writer is free; or `wait`."""
     write_bandwidth_bytes_s: float | None = None
     """Throttle of the durable writer (bytes a second)."""
     fault_specs: tuple[str, ...] = ()
@@ -68,8 +75,12 @@ class RunConfig:
             raise UserError(f"minimum world size is {self.min_world_size}: use 1 to {self.nproc}")
         if self.save_every < 1:
             raise UserError(f"--save-every is {self.save_every}: use at least 1")
-        if self.hot_every < 0:
+        if self.hot_slots not in (2, 3):
+            raise UserError(f"--hot-slots is {self.hot_slots}: use 2 or 3")
+        if self.hot_every is not None and self.hot_every < 0:
             raise UserError(f"--hot-every is {self.hot_every}: use 0 (off) or more")
+        if self.on_busy not in ON_BUSY:
+            raise UserError(f"--on-busy is {self.on_busy!r}: use {' or '.join(ON_BUSY)}")
         if self.num_standbys < 0:
             raise UserError(f"number of standbys is {self.num_standbys}: use 0 or more")
         if self.keep < 2:

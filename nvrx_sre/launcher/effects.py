@@ -6,7 +6,6 @@ the machine or an event, never an exception in the loop. Main thread only.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -41,11 +40,12 @@ class Effects:
         self, config: RunConfig, directory: RunDirectory, clock: Clock, epoch: int, emit: EmitEvent, put: PutInput
     ) -> None:
         self.children: dict[int, process.Child] = {}
-        self.slots = HotSlots(config.run)
+        self.slots = HotSlots(config.run, config.hot_slots, config.nproc)
         self.stop: c.Stop | None = None
         self.commits_ever = False
         self.num_unsent = 0
         self.passes: dict[str, int] = {}
+        self._is_record_stale = False
         self.await_decision: Callable[[], object] = lambda: None
         """Waits, bounded, until the decision that led to a generation is on disk."""
         self._config = config
@@ -53,6 +53,7 @@ class Effects:
         self._clock = clock
         self._epoch = epoch
         self._put = put
+        self._emit = emit
         self._generation = 0
         self._store = StoreHost()
         self._rank_of: dict[int, int] = {}
@@ -66,12 +67,14 @@ class Effects:
             c.SendInterrupt: lambda command: self._send(command.child, wire.Interrupt(generation=command.generation)),
             c.RequestStacks: self._request_stacks,
             c.Kill: self._kill,
+            c.SetHotInterval: self._set_hot_interval,
             c.GrantSlots: self._grant,
             c.DropSlots: lambda command: self.slots.drop(),
             c.PublishSealed: lambda command: self.slots.publish(command.step),
             c.StrandSlots: lambda command: self.slots.strand(command.generation, command.step),
             c.StartSave: self._start_save,
-            c.ReleaseSlots: lambda command: self.slots.release(),
+            c.ReleaseBoundary: self._release_boundary,
+            c.ReleaseSlots: self._release_slots,
             c.Fence: self._fence,
             c.MoveRejected: lambda command: self.restorables.move(
                 command.directory, command.step, command.reason, command.message
@@ -140,8 +143,8 @@ class Effects:
             launcher_pid=os.getpid(),
             role=command.role,
             attempt=command.attempt,
-            hot_every=self._config.hot_every,
             save_every=self._config.save_every,
+            waits_for_writer=self._config.on_busy == "wait",
             interrupt_signal=self._config.interrupt_signal,
             fault_specs=self._config.fault_specs,
             group_timeout_s=GROUP_TIMEOUT_S,
@@ -157,8 +160,18 @@ class Effects:
 
     def _record_children(self) -> None:
         # The record serves the cleaning up after a killed launcher; a full disk must not end a healthy run.
-        with contextlib.suppress(errors.StorageError):
-            self._directory.record_children({child.pid: child.start_ticks for child in self.children.values()})
+        children = {child.pid: child.start_ticks for child in self.children.values()}
+        try:
+            self._directory.record_children(children)
+        except errors.StorageError:
+            self._is_record_stale = True
+        else:
+            self._is_record_stale = False
+
+    def retry(self) -> None:
+        """Write again what the disk refused before. Called twice a second."""
+        if self._is_record_stale:
+            self._record_children()
 
     def _assign(self, command: c.AssignRank) -> None:
         self._rank_of[command.child] = command.rank
@@ -177,6 +190,7 @@ class Effects:
         self._send(command.child, message, (slots.fd,) if slots else ())
 
     def _open_generation(self, command: c.OpenGeneration) -> None:
+        self._directory.check_leads(self._epoch)
         self._generation = command.generation
         self.await_decision()
         try:
@@ -201,8 +215,13 @@ class Effects:
                     candidates=candidates.for_rank(self._rank_of[child]),
                     require_restore=candidates.require_restore,
                     passes=self.passes,
+                    hot_every=command.hot_every,
                 ),
             )
+
+    def _set_hot_interval(self, command: c.SetHotInterval) -> None:
+        for child in self._rank_of:
+            self._send(child, wire.HotInterval(every=command.every, from_step=command.from_step))
 
     def _request_stacks(self, command: c.RequestStacks) -> None:
         child = self.children.get(command.child)
@@ -216,11 +235,15 @@ class Effects:
             child.kill()
 
     def _grant(self, command: c.GrantSlots) -> None:
+        before = self.slots.allocated()
         try:
             slots = self.slots.grant(command.rank, command.data_bytes, command.blob_bytes)
         except (errors.UserError, errors.StorageError) as error:
             self._report_fault(command.child, FaultClass.SHM_EXHAUSTED, error)
             return
+        allocated = self.slots.allocated()
+        if allocated is not None and allocated != before:
+            self._emit(allocated, self._generation, None)
         granted = wire.SlotsGranted(data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
         self._send(command.child, granted, (slots.fd,))
         for child in self.children.values():
@@ -238,6 +261,7 @@ class Effects:
             self.map_for_writer(number, rank, slots)
 
     def _start_save(self, command: c.StartSave) -> None:
+        self._directory.check_leads(self._epoch)
         self.slots.hold(command.slots)
         writer = next((child for child in self.children.values() if child.role is Role.WRITER), None)
         if writer is None:
@@ -252,10 +276,21 @@ class Effects:
                 slots=list(command.slots),
                 captured_ns=self._clock.to_wall_ns(command.captured_mono_ns),
                 keep=self._config.keep,
+                passes=self.passes,
             ),
         )
 
+    def _release_boundary(self, command: c.ReleaseBoundary) -> None:
+        for child in self._rank_of:
+            self._send(child, wire.SaveTurn(generation=command.generation, step=command.step))
+
+    def _release_slots(self, command: c.ReleaseSlots) -> None:
+        self.slots.release()
+        for child in self._rank_of:
+            self._send(child, wire.SlotsReleased())
+
     def _fence(self, command: c.Fence) -> None:
+        self._directory.check_leads(self._epoch)
         try:
             discover.add_fence(self._directory.path, command.generation, command.step)
         except errors.StorageError as error:

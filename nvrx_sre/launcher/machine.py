@@ -23,6 +23,7 @@ from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import (
     Action,
     CapReached,
+    CheckpointDeleted,
     FaultClass,
     FaultInjected,
     HaltRequested,
@@ -60,7 +61,7 @@ class Machine:
         self._job = Job(config=config, start=start, history=history, generation=start.generation)
         self._roster = Roster(self._job)
         self._commits = Commits(self._job)
-        self._saves = Saves(self._job, self._roster)
+        self._saves = Saves(self._job, self._roster, self._commits)
         self._progress = Progress(self._job, self._roster)
         self._generation = Generation(self._job, self._roster, self._commits, self._saves, self._progress)
         self._faults = Faults(self._job, self._commits)
@@ -83,6 +84,7 @@ class Machine:
             wire.Entered: self._generation.on_entered,
             wire.Alive: self._progress.on_alive,
             wire.Step: self._on_step,
+            wire.Sealed: self._generation.on_sealed,
             wire.Restored: self._on_restored,
             wire.Finished: self._on_finished,
             wire.Fault: self._on_fault_report,
@@ -90,6 +92,7 @@ class Machine:
             wire.Rejected: lambda child, message, now_ns: self._generation.on_rejected(message),
             wire.Injected: self._on_injected,
             wire.SlotsWanted: self._on_slots_wanted,
+            wire.Retired: self._on_retired,
             wire.WriterProgress: lambda child, message, now_ns: self._saves.on_progress(message, now_ns),
         }
 
@@ -206,8 +209,8 @@ class Machine:
         """Fencing: what a rank says counts while it runs in the open generation, and only about that one."""
         if isinstance(message, wire.Parked):
             return child.state is ChildState.STARTING
-        if isinstance(message, wire.WriterProgress):
-            return child.role is Role.WRITER
+        if child.role is Role.WRITER:
+            return isinstance(message, wire.WriterProgress | wire.Retired | wire.Injected)
         if self._job.stage is Stage.STOPPING:
             return False
         if isinstance(message, wire.Ready):
@@ -281,6 +284,9 @@ class Machine:
             FaultInjected(spec=message.spec, step=message.step, passes=message.passes, injected_ns=injected_ns),
             child.rank,
         )
+
+    def _on_retired(self, child: Child, message: wire.Retired, now_ns: int) -> None:
+        self._job.emit(CheckpointDeleted(step=message.step, directory=message.directory, seconds=message.seconds))
 
     def _on_slots_wanted(self, child: Child, message: wire.SlotsWanted, now_ns: int) -> None:
         if child.rank is not None:

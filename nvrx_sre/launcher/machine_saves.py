@@ -1,9 +1,12 @@
 """Durable saves: one in flight, handed to the writer process, which outlives the workers.
 
 Model: a step that all ranks have sealed and whose save is due is handed over at once if the writer is
-parked and idle; otherwise it is skipped and counted. The slots stay held until the save is committed or
-has failed, so a writer that dies is replaced and the same save is written again. A commit above a fence of
-a newer generation belongs to an abandoned line and counts as failed.
+parked and idle. A due save that finds it busy is skipped and counted, and a save is owed: as soon as the writer
+is free it takes the newest step sealed on all ranks, so that it never idles while a save is due. With
+`waits_for_writer` nothing is skipped: the ranks stand at their boundary until the writer takes the step. A writer
+that still starts up owes the save without a skip. The slots stay held until the save is committed or has failed, so
+a writer that dies is replaced and the same save is written again; one that fails is tried again when the next is due.
+A commit above a fence of a newer generation belongs to an abandoned line and counts as failed.
 
 Invariants: at most one save is held; its slots are released exactly once. A writer that keeps dying is
 respawned with the caps' back-off. Pure.
@@ -28,10 +31,11 @@ from nvrx_sre.events.schema import (
     SkipReason,
     Tier,
 )
-from nvrx_sre.launcher.commands import ReleaseSlots, StartSave
-from nvrx_sre.launcher.machine_commits import Committed, Sealed
+from nvrx_sre.launcher.commands import ReleaseBoundary, ReleaseSlots, StartSave
+from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_job import Job, Stage
 from nvrx_sre.launcher.machine_roster import Child, ChildState, Roster
+from nvrx_sre.launcher.machine_seals import Committed, Sealed
 
 MAX_REDONE = 2
 """Times a held save is handed to a new writer before it is given up."""
@@ -55,11 +59,14 @@ class _Save:
 class Saves:
     """The writer and the save it works on."""
 
-    def __init__(self, job: Job, roster: Roster) -> None:
+    def __init__(self, job: Job, roster: Roster, commits: Commits) -> None:
         self._job = job
         self._roster = roster
+        self._commits = commits
         self._held: _Save | None = None
         self._flush: Sealed | None = None
+        self._is_owed = False
+        """A due save was not taken: the newest sealed step is, as soon as the writer is free."""
         self._num_deaths = 0
         self._is_closing = False
         self._respawn_ns: int | None = None
@@ -77,18 +84,24 @@ class Saves:
         self._roster.spawn(Role.WRITER, None, now_ns)
 
     def on_commit(self, committed: Committed, now_ns: int) -> None:
-        """A step was committed: hand it over if its durable save is due."""
-        if not committed.is_durable_due:
-            return
+        """A step was committed: hand it over if its durable save is due, or one is owed."""
         sealed = committed.sealed
-        if sealed is None:
+        if not committed.is_durable_due:
+            self.poll(now_ns)
+        elif sealed is None:
             reason = SkipReason.INCOMPLETE if committed.is_captured_partly else SkipReason.NO_FREE_SLOT
             self._skip(committed.step, reason)
-            return
-        self._emit_sealed(sealed)
-        if self._held is None and self._parked_writer() is not None:
-            self._hand_over(_Save(sealed=sealed, world_size=len(sealed.slots)), now_ns)
         else:
+            self._on_due(sealed, now_ns)
+
+    def _on_due(self, sealed: Sealed, now_ns: int) -> None:
+        if self._held is None and self._parked_writer() is not None:
+            self._take(sealed, now_ns)
+            return
+        self._is_owed = True
+        is_starting = self._held is None
+        if not is_starting and not self._job.config.waits_for_writer:
+            self._emit_sealed(sealed)
             self._skip(sealed.step, SkipReason.WRITER_BUSY)
 
     def flush(self, sealed: Sealed | None, now_ns: int) -> None:
@@ -96,7 +109,6 @@ class Saves:
         in_flight = -1 if self._held is None or self._held.is_abandoned else self._held.sealed.step
         if sealed is None or sealed.step <= max(self.committed_step, in_flight):
             return
-        self._emit_sealed(sealed)
         self._flush = sealed
         self.poll(now_ns)
 
@@ -108,7 +120,11 @@ class Saves:
             self._hand_over(self._held, now_ns)
         elif self._held is None and self._flush is not None:
             sealed, self._flush = self._flush, None
-            self._hand_over(_Save(sealed=sealed, world_size=len(sealed.slots)), now_ns)
+            self._take(sealed, now_ns)
+        elif self._held is None and self._is_owed and self._job.stage is not Stage.STOPPING:
+            newest = self._commits.sealed
+            if newest is not None and newest.step > self.committed_step:
+                self._take(newest, now_ns)
 
     def fence(self, step: int) -> None:
         """The run went back to `step`: whatever is saved above it is abandoned."""
@@ -135,6 +151,7 @@ class Saves:
     def on_writer_death(self, now_ns: int) -> None:
         """The writer is dead: replace it, and let the new one redo what is held."""
         self._num_deaths += 1
+        self._release_boundary(self._commits.step)
         save = self._held
         if self._is_closing:
             if save is not None:
@@ -152,12 +169,14 @@ class Saves:
     def lose(self) -> None:
         """The node is lost, with the writer and every slot."""
         self._flush = None
+        self._is_owed = False
         if self._held is not None:
             self._fail(self._held, SaveFailure.INTERRUPTED, "the node was lost")
 
     def close(self) -> None:
         """The end is near: what is held may finish, nothing is started any more."""
         self._is_closing = True
+        self._is_owed = False
         self._flush = None
         self._respawn_ns = None
 
@@ -193,6 +212,17 @@ class Saves:
         )
         save.num_redone += 1
         save.deadline_ns = None
+
+    def _take(self, sealed: Sealed, now_ns: int) -> None:
+        self._is_owed = False
+        self._emit_sealed(sealed)
+        self._hand_over(_Save(sealed=sealed, world_size=len(sealed.slots)), now_ns)
+        self._release_boundary(sealed.step)
+
+    def _release_boundary(self, step: int) -> None:
+        """Ranks that wait for the save of `step`, or of an earlier one, may go on."""
+        if self._job.config.waits_for_writer:
+            self._job.command(ReleaseBoundary(generation=self._job.generation, step=step))
 
     def _hand_over(self, save: _Save, now_ns: int) -> None:
         sealed = save.sealed
@@ -261,6 +291,7 @@ class Saves:
 
     def _skip(self, step: int, reason: SkipReason) -> None:
         self._job.emit(SaveSkipped(step=step, tier=Tier.DURABLE, reason=reason))
+        self._release_boundary(step)
 
     def _emit_sealed(self, sealed: Sealed) -> None:
         sealed_ns = self._job.wall_ns(sealed.captured_mono_ns)

@@ -21,9 +21,7 @@ from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock
 from nvrx_sre.core.errors import ExitCode, StorageError, UserError
-from nvrx_sre.events import journal
 from nvrx_sre.events.schema import (
-    BudgetReset,
     JournalRepaired,
     LauncherStarted,
     LauncherStopped,
@@ -31,16 +29,16 @@ from nvrx_sre.events.schema import (
     Record,
     RestoredFrom,
     RolledBack,
-    RunFinished,
     RunStarted,
 )
 from nvrx_sre.launcher.braking import BrakeConsent, write_consent
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.effects import parent_environment
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
+from nvrx_sre.launcher.machine_interval import PROBE_EVERY
+from nvrx_sre.launcher.past import Past, read_past
 from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
-from nvrx_sre.policy.history import History
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
 
@@ -58,42 +56,6 @@ class RunReport:
     metrics_url: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Past:
-    """What earlier epochs of the run left in the journal."""
-
-    records: list[Record]
-    repaired_bytes: int
-
-    @property
-    def last_generation(self) -> int:
-        """Highest generation number ever used."""
-        return max((record.generation for record in self.records), default=0)
-
-    def stopped_for_good(self) -> str:
-        """Why the run may not be started again, '' if it may."""
-        reason = ""
-        for record in self.records:
-            if isinstance(record.event, RunFinished):
-                stopped = record.event.exit_code == ExitCode.DO_NOT_RESTART
-                reason = record.event.reason if stopped else ""
-            elif isinstance(record.event, BudgetReset):
-                reason = ""
-        return reason
-
-    def unfinished_epoch(self) -> tuple[int, int] | None:
-        """(epoch, time of its last record) if the newest launcher did not stop in order."""
-        if not self.records or isinstance(self.records[-1].event, LauncherStopped | BudgetReset):
-            return None
-        return self.records[-1].epoch, self.records[-1].time_ns
-
-
-def read_past(directory: RunDirectory) -> Past:
-    """Repair and read the journal. Blocking; memory grows with the journal."""
-    repaired = journal.repair(directory.journal)
-    return Past(records=list(journal.read_journal(directory.journal)), repaired_bytes=repaired)
-
-
 def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
     """Run until the end; blocks. Children, sockets and shared memory are gone when it returns.
 
@@ -103,7 +65,7 @@ def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
     directory.prepare(config.run, config.config_items)
     epoch = directory.take_epoch()
     directory.end_leftovers()
-    past = read_past(directory)
+    past = read_past(directory, config.run)
     refused = _refusal(directory, past, config)
     if refused:
         return RunReport(
@@ -113,7 +75,7 @@ def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
 
 
 def _refusal(directory: RunDirectory, past: Past, config: RunConfig) -> str:
-    stopped = past.stopped_for_good()
+    stopped = past.folds.past.stop_reason
     if directory.halt.exists() or (stopped and not config.start_fresh):
         why = stopped or "a halt was requested"
         return f"run {config.run} was stopped: {why}; `nvrx-sre resume {directory.path} --reason TEXT` lets it go on"
@@ -124,14 +86,13 @@ def _run_epoch(
     config: RunConfig, directory: RunDirectory, epoch: Epoch, past: Past, sinks: Sequence[Sink]
 ) -> RunReport:
     clock = SystemClock()
-    history = History()
-    telemetry = start_telemetry(config, epoch.number, sinks, clock, is_first_start=not past.records)
+    is_first_start = not past.folds.past.has_records
+    telemetry = start_telemetry(config, epoch.number, sinks, clock, is_first_start=is_first_start)
     try:
-        telemetry.replay(past.records)
-        recorder = Recorder(config, epoch.number, clock, history, telemetry)
-        recorder.replay(past.records)
+        telemetry.replay(past.records, past.snapshot)
+        recorder = Recorder(config, epoch.number, clock, past.folds, telemetry)
         _announce(config, directory, epoch, past, recorder, telemetry)
-        machine = Machine(_machine_config(config), history, _machine_start(config, past, history, clock, recorder))
+        machine = Machine(_machine_config(config), past.folds.history, _machine_start(config, past, clock))
         shell = Shell(config, directory, clock, machine, recorder, epoch.number)
         shell.loop_turned = telemetry.loop_turned
         stop = shell.run()
@@ -184,12 +145,16 @@ def start_telemetry(
 def _announce(
     config: RunConfig, directory: RunDirectory, epoch: Epoch, past: Past, recorder: Recorder, telemetry: Telemetry
 ) -> None:
-    generation = past.last_generation
+    generation = past.folds.past.last_generation
+    is_resumed = past.folds.past.has_records
+    lost = past.folds.past.unfinished_epoch()
+    interrupted = past.folds.saves.interrupted()
     if past.repaired_bytes:
         recorder.emit(JournalRepaired(dropped_bytes=past.repaired_bytes), generation)
-    lost = past.unfinished_epoch()
     if lost is not None:
         recorder.emit(LeaderLost(lost_epoch=lost[0], last_seen_ns=lost[1]), generation)
+    for failed, of_generation in interrupted:
+        recorder.emit(failed, of_generation)
     started = LauncherStarted(
         node=epoch.node, pid=epoch.pid, start_ticks=epoch.start_ticks, metrics_port=telemetry.metrics_port
     )
@@ -200,11 +165,11 @@ def _announce(
             min_world_size=config.min_world_size,
             num_standbys=config.num_standbys,
             save_every_steps=config.save_every,
-            hot_every_steps=config.hot_every,
+            hot_every_steps=PROBE_EVERY if config.hot_every is None else config.hot_every,
             config_digest=config_digest(config.config_items),
             versions=versions(),
             limits=config.limits.flattened(),
-            resumed=bool(past.records),
+            resumed=is_resumed,
             fresh=config.start_fresh,
             allow_brake=config.allow_brake,
         ),
@@ -215,7 +180,6 @@ def _announce(
     write_json_atomically(directory.metrics, where, durable=False)
     if config.start_fresh:
         discover.add_fence(directory.path, generation + 1, 0)
-        recorder.commits_ever = False
         recorder.emit(RolledBack(step=0, high_water=0, source=RestoredFrom.FRESH), generation + 1)
 
 
@@ -225,18 +189,18 @@ def _machine_config(config: RunConfig) -> MachineConfig:
         num_standbys=config.num_standbys,
         limits=config.limits,
         exact_replay=config.exact_replay,
+        hot_every=config.hot_every,
+        waits_for_writer=config.on_busy == "wait",
         node=socket.gethostname(),
     )
 
 
-def _machine_start(
-    config: RunConfig, past: Past, history: History, clock: SystemClock, recorder: Recorder
-) -> MachineStart:
+def _machine_start(config: RunConfig, past: Past, clock: SystemClock) -> MachineStart:
     return MachineStart(
-        generation=past.last_generation + int(config.start_fresh),
-        high_water=history.high_water,
+        generation=past.folds.past.last_generation,
+        high_water=past.folds.history.high_water,
         wall_offset_ns=clock.to_wall_ns(0),
-        commits_on_record=recorder.commits_ever,
+        commits_on_record=past.folds.past.commits_ever,
     )
 
 

@@ -11,6 +11,7 @@ from nvrx_sre.checkpoint import agree, discover
 from nvrx_sre.core.errors import StorageError
 from nvrx_sre.events.schema import CheckpointRejected, Event, RejectReason, SaveFailed, SaveFailure, Tier
 from nvrx_sre.launcher.hot import HotSlots
+from nvrx_sre.launcher.started_saves import StartedSaves
 
 EmitEvent = Callable[[Event], None]
 
@@ -37,15 +38,16 @@ class Restorables:
         self._emit = emit
         self._known_markerless: set[str] = set()
 
-    def clear_interrupted(self) -> None:
-        """Remove attempts that a dead writer left; each counts as an interrupted save, never as a success."""
+    def clear_interrupted(self, saves: StartedSaves) -> None:
+        """Remove attempts of a dead writer; one that the journal does not know is an interrupted save as well."""
         for name in discover.clear_interrupted(self._run_dir):
-            step = _step_of(name)
-            self._emit(
-                SaveFailed(
-                    step=step, tier=Tier.DURABLE, reason=SaveFailure.INTERRUPTED, message=f"{name} never committed"
+            step, generation = discover.attempt_of(name)
+            if not saves.is_known(step, generation):
+                self._emit(
+                    SaveFailed(
+                        step=step, tier=Tier.DURABLE, reason=SaveFailure.INTERRUPTED, message=f"{name} never committed"
+                    )
                 )
-            )
 
     def find(self, world_size: int, *, checkpoints_back: int, hot_allowed: bool, commits_ever: bool) -> Candidates:
         """Candidates for a world of `world_size`, best first."""
@@ -59,9 +61,10 @@ class Restorables:
         return Candidates(entries=entries, require_restore=commits_ever or bool(found.restorable))
 
     def _set_aside(self, rejected: discover.Rejected) -> None:
-        """Damaged commits go to rejected/; a directory without a marker was never one and is left alone."""
+        """Damaged commits go to rejected/. What has no marker was never one, and what a newer release wrote is not
+        damaged: both are left alone."""
         reason = RejectReason(rejected.reason)
-        if reason is RejectReason.NO_COMMIT_MARKER:
+        if reason in (RejectReason.NO_COMMIT_MARKER, RejectReason.VERSION):
             if rejected.directory in self._known_markerless:
                 return
             self._known_markerless.add(rejected.directory)
@@ -83,8 +86,3 @@ class Restorables:
                 step=step, tier=Tier.DURABLE, directory=directory, reason=reason, message=message[:500], moved_to=place
             )
         )
-
-
-def _step_of(name: str) -> int:
-    digits = next((part for part in name.split("-") if part.isdigit()), "0")
-    return int(digits)

@@ -118,6 +118,14 @@ class RunDirectory:
         """Highest epoch ever taken, 0 if none."""
         return discover.highest_epoch(self.path)
 
+    def check_leads(self, epoch: int) -> None:
+        """Raise `Superseded` if a higher epoch than `epoch` was taken."""
+        newest = self.newest_epoch()
+        if newest > epoch:
+            raise Superseded(
+                f"epoch {newest} has taken over run directory {self.path}: this launcher of epoch {epoch} ends"
+            )
+
     def live_launcher(self) -> int | None:
         """Process of this host that holds the newest epoch and still runs, None if there is none."""
         return self._live_holder(self.newest_epoch())

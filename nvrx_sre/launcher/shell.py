@@ -10,6 +10,7 @@ history and telemetry before the next input. The loop never blocks on disk or ne
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 from collections import deque
@@ -18,16 +19,16 @@ from typing import Any
 
 from nvrx_sre.core.clock import Clock, seconds, to_ns
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Event, FaultInjected, Record, RestartDecided, Role, SaveCommitted, TelemetryDegraded
+from nvrx_sre.events.schema import Event, Record, RestartDecided, Role, TelemetryDegraded
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.effects import Effects
 from nvrx_sre.launcher.machine import Machine
 from nvrx_sre.launcher.oom import OomCounter
+from nvrx_sre.launcher.past import LauncherFolds
 from nvrx_sre.launcher.process import Child
 from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.launcher.signals import SignalPipe
-from nvrx_sre.policy.history import History
 from nvrx_sre.telemetry.hub import Telemetry
 
 HOUSEKEEPING_S = 0.5
@@ -63,24 +64,18 @@ def faults_last(inputs: Iterable[c.Input]) -> list[c.Input]:
 class Recorder:
     """Stamps events and feeds them to history, telemetry and what follows from them."""
 
-    def __init__(self, config: RunConfig, epoch: int, clock: Clock, history: History, telemetry: Telemetry) -> None:
-        self.passes: dict[str, int] = {}
-        self.commits_ever = False
+    def __init__(self, config: RunConfig, epoch: int, clock: Clock, folds: LauncherFolds, telemetry: Telemetry) -> None:
+        self.folds = folds
+        """The launcher's own folds; they have seen the journal of earlier epochs."""
         self._run = config.run
         self._epoch = epoch
         self._clock = clock
-        self._history = history
         self._telemetry = telemetry
+        telemetry.companions = folds.parts
         self._seq = 0
         self._next_degraded_ns = 0
         self._degraded: dict[str, tuple[int, int]] = {}
         self._decision_is_new = False
-
-    def replay(self, records: Sequence[Record]) -> None:
-        """Learn from the journal of earlier epochs."""
-        for record in records:
-            self._history.apply(record)
-            self._note(record.event)
 
     def emit(self, event: Event, generation: int, rank: int | None = None) -> None:
         """Record an event now, and the events that follow from it."""
@@ -97,8 +92,8 @@ class Recorder:
                 time_ns=self._clock.wall_ns(),
                 event=item,
             )
-            self._history.apply(record)
-            self._note(item)
+            self.folds.apply(record)
+            self._decision_is_new |= isinstance(item, RestartDecided)
             pending.extend(self._telemetry.record(record))
 
     def await_decision(self) -> None:
@@ -108,7 +103,11 @@ class Recorder:
         """
         if self._decision_is_new:
             self._decision_is_new = False
-            self._telemetry.sync(DECISION_SYNC_S)
+            self.sync()
+
+    def sync(self) -> None:
+        """Wait, bounded, until what was recorded is on disk."""
+        self._telemetry.sync(DECISION_SYNC_S)
 
     def note_channel(self, num_unsent: int, num_bad: int) -> None:
         """Messages to children that found no room, and packets of theirs that were none."""
@@ -127,14 +126,6 @@ class Recorder:
                 self._next_degraded_ns = now_ns + to_ns(DEGRADED_INTERVAL_S)
                 event = TelemetryDegraded(component=component, dropped=counts[0], errors=counts[1])
                 self.emit(event, generation)
-
-    def _note(self, event: Event) -> None:
-        if isinstance(event, FaultInjected):
-            self.passes[event.spec] = max(self.passes.get(event.spec, 0), event.passes)
-        elif isinstance(event, SaveCommitted):
-            self.commits_ever = True
-        elif isinstance(event, RestartDecided):
-            self._decision_is_new = True
 
 
 class Shell:
@@ -156,17 +147,20 @@ class Shell:
         self._registered: set[int] = set()
         self._halt_told = False
         self._next_housekeeping_ns = 0
+        self._epoch = epoch
+        self._next_look_ns = 0
         self._num_bad_packets = 0
         self._injected_oom: set[int] = set()
+        self._is_to_die = False
         self.effects = Effects(config, directory, clock, epoch, recorder.emit, self._inputs.append)
-        self.effects.passes = recorder.passes
+        self.effects.passes = recorder.folds.past.passes
         self.effects.await_decision = recorder.await_decision
         self._selector.register(self._signals, selectors.EVENT_READ, None)
 
     def run(self) -> c.Stop:
         """Block until the run ends; the terminal command. Ends every child, also on an unexpected error."""
         try:
-            self.effects.restorables.clear_interrupted()
+            self.effects.restorables.clear_interrupted(self._recorder.folds.saves)
             self._apply(self._machine.start(self._clock.monotonic_ns()))
             while self.effects.stop is None:
                 self._turn()
@@ -184,6 +178,7 @@ class Shell:
         before_ns = self._clock.monotonic_ns()
         ready = self._selector.select(timeout_s)
         overslept_s = seconds(self._clock.monotonic_ns() - before_ns) - timeout_s
+        self._check_leads()
         for key, _ in ready:
             self._handle_ready(key.data)
         if overslept_s > self._config.limits.deadlines.loop_stall_s:
@@ -198,6 +193,20 @@ class Shell:
             self._flush_inputs()
             self._feed(c.Tick())
         self.loop_turned()
+        if self._is_to_die:
+            self._recorder.sync()
+            os.kill(os.getpid(), signal.SIGKILL)  # planned: `launcher_kill`, on record by now so that it fires once
+
+    def _check_leads(self) -> None:
+        """Raise `Superseded` if another launcher has taken the run; looked at twice a second.
+
+        Before anything that arrived meanwhile is taken in: after a stall, what this launcher would decide of it no
+        longer counts.
+        """
+        now_ns = self._clock.monotonic_ns()
+        if now_ns >= self._next_look_ns:
+            self._next_look_ns = now_ns + to_ns(HOUSEKEEPING_S)
+            self._directory.check_leads(self._epoch)
 
     def _timeout_s(self) -> float:
         deadline_ns = self._machine.next_deadline_ns()
@@ -222,7 +231,7 @@ class Shell:
         self._apply(self._machine.handle(item, self._clock.monotonic_ns()))
 
     def _apply(self, commands: Sequence[c.Command]) -> None:
-        self.effects.commits_ever = self._recorder.commits_ever
+        self.effects.commits_ever = self._recorder.folds.past.commits_ever
         for command in commands:
             self.effects.apply(command)
             if isinstance(command, c.Spawn):
@@ -276,8 +285,10 @@ class Shell:
 
     def _note_injection(self, child: Child, message: wire.Message) -> None:
         """A planned `oom_kill` cannot make the kernel strike: its announcement stands for the kernel's counter."""
-        if isinstance(message, wire.Injected) and message.spec.startswith("oom_kill@"):
-            self._injected_oom.add(child.number)
+        if isinstance(message, wire.Injected):
+            if message.spec.startswith("oom_kill@"):
+                self._injected_oom.add(child.number)
+            self._is_to_die |= message.spec.startswith("launcher_kill@")
 
     def _handle_death(self, child: Child) -> None:
         self._registered.discard(child.number)
@@ -303,6 +314,7 @@ class Shell:
         if now_ns < self._next_housekeeping_ns:
             return
         self._next_housekeeping_ns = now_ns + to_ns(HOUSEKEEPING_S)
+        self.effects.retry()
         self._recorder.note_channel(self.effects.num_unsent, self._num_bad_packets)
         self._recorder.note_degradation(self._machine.generation)
         if not self._halt_told and self._directory.halt.exists():

@@ -139,6 +139,11 @@ class RankControl:
         with self._changed:
             self._changed.wait_for(lambda: self._turn >= (self._generation, step) or self._leave)
 
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Block until `condition` holds; asked again at each message of the launcher's, which announces the change."""
+        with self._changed:
+            self._changed.wait_for(lambda: condition() or self._leave)
+
     def arm(self, generation: int) -> None:
         """From now on an interrupt of `generation` is raised here. Raises it if it has already come."""
         self.armed = generation

@@ -1,8 +1,8 @@
 """The object that a training function gets: one per generation, per rank.
 
 Model: a generation forms its group, registers state, restores, then commits steps. A commit is the step
-boundary: the state is captured first and reported afterwards, so a reported step is a captured one. All
-state of a generation hangs on its context and is dropped with it.
+boundary: the capture of the state begins there and the step is reported; the rank says separately when the
+capture is sealed. All state of a generation hangs on its context and is dropped with it.
 
 Thread safety: main thread only. Must not: block a step on telemetry; the report is one non-blocking send.
 """
@@ -139,6 +139,7 @@ class Context:
 
         Collective. Raises `NothingRestorable` if commits are on record and none can be loaded.
         """
+        from nvrx_sre.checkpoint import supported
         from nvrx_sre.checkpoint.capture import Capturer
         from nvrx_sre.session.restoring import Restorer
         from nvrx_sre.session.saving import HotSaver
@@ -147,6 +148,7 @@ class Context:
         control.enter(Phase.LOAD)
         self._inject("restore")
         started_ns = control.clock.monotonic_ns()
+        supported.check(self._tracked)
         step, source = Restorer(self._process, self._go, self.rank, self.device).restore(self._tracked)
         now_ns = control.clock.monotonic_ns()
         control.step = self._restored_step = step
@@ -165,10 +167,12 @@ class Context:
         return step
 
     def commit(self, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
-        """The step is done on this rank: capture the state if that is due, then report the step.
+        """The step is done on this rank: begin to capture the state if that is due, and report the step.
 
         `loss`: float or 0-dim tensor, `tokens`: trained by this step over all ranks. Raises `NonFiniteLoss`,
-        and then the step is not committed. Blocks for the capture; the report never blocks.
+        and then the step is not committed. Blocks for the part of the state that is copied at once; parameters
+        and optimizer state are copied while the next step computes, and the optimizer's step waits for that. Between
+        this call and the optimizer's next step nothing else may change them. The report never blocks.
         """
         saver, times = self._saver, self._times
         if saver is None or times is None:
@@ -185,13 +189,24 @@ class Context:
         times.switch(Phase.SAVE)
         captured = saver.at_boundary(step)
         times.switch(Phase.STEP)
+        times.move(Phase.STEP, Phase.SAVE, saver.take_waited_ns())
         self._tokens += tokens
         self._count_step(step)
         self._control.step = step
         self._control.progress += 1
         self._control.enter(Phase.STEP, tell=False)
         self._report(value, loss is not None, captured.slot, captured.durable)
+        if captured.durable and self._process.settings.waits_for_writer:
+            self._wait_for_writer(step, times)
         ambient.set_step(step)
+
+    def _wait_for_writer(self, step: int, times: StepTimes) -> None:
+        """Stand at the boundary until the writer takes the save (`--on-busy wait`); booked as checkpoint time."""
+        times.switch(Phase.SAVE)
+        self._control.enter(Phase.SAVE, tell=False)
+        self._control.wait_turn(step)
+        times.switch(Phase.STEP)
+        self._control.enter(Phase.STEP, tell=False)
 
     def _count_step(self, step: int) -> None:
         if self._injector is not None and self._times is not None:
@@ -270,11 +285,15 @@ class Context:
         """Call the training function with this context; the runtime's entry, not for user code."""
         self._inject("init")
         function(self)
+        if self._saver is not None:
+            self._saver.finish(self._control.step)
         self._inject("exit")
 
     def discard(self) -> None:
-        """The generation is over on this rank; the runtime's exit, not for user code."""
+        """The generation is over on this rank; the runtime's exit, not for user code. Blocks for a running copy."""
         self._inject("teardown")
+        if self._saver is not None:
+            self._saver.close()
 
     def _inject(self, point: str) -> None:
         """Fire planned faults of the next step; before the restore, of the step after the newest candidate's."""

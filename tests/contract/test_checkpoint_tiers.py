@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from nvrx_sre.checkpoint import write
 from nvrx_sre.checkpoint.capture import Capturer
+from nvrx_sre.checkpoint.commit import SaveRefused, SaveRequest
 from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate
+from nvrx_sre.checkpoint.save import Saver, Source
 from nvrx_sre.checkpoint.slots import PAGE_BYTES, SlotFile
 from nvrx_sre.checkpoint.storage import WriteOptions
 from nvrx_sre.core.errors import CheckpointCorrupt, UserError
@@ -92,13 +93,10 @@ class SavedState:
             self.directory = self._commit(run_dir)
 
     def _commit(self, run_dir: Path) -> Path:
-        request = write.SaveRequest(run="demo", step=STEP, epoch=1, generation=1, captured_ns=1)
-        found = write.read_slots([self.slots], [0], request)
-        write.check_finite(found)
-        temporary = write.temporary_path(run_dir, request)
-        plans = write.PlanCache().plans_for(found)
-        described = write.write_files(temporary, request, found, plans, WriteOptions())
-        return write.commit(run_dir, temporary, described, found)
+        request = SaveRequest(run="demo", step=STEP, epoch=1, generation=1, captured_ns=1, world_size=1)
+        saved = Saver(run_dir, WriteOptions()).save(request, Source(slot_files=[self.slots], slots=[0]))
+        assert saved.directory is not None
+        return saved.directory
 
     def candidate(self, state: dict[str, Any]) -> HotCandidate | DurableCandidate:
         """The saved state as something to restore into `state`."""
@@ -261,7 +259,7 @@ def test_a_state_that_is_not_finite_is_not_committed(value: float, tmp_path: Pat
     state = build(1)
     with torch.no_grad():
         state["model"][0].weight[3, 4] = value
-    with pytest.raises(write.SaveRefused, match=r"model\.0\.weight") as caught:
+    with pytest.raises(SaveRefused, match=r"model\.0\.weight") as caught:
         SavedState("durable", state, tmp_path)
     assert caught.value.reason == "nonfinite"
 
@@ -272,7 +270,7 @@ def test_infinities_in_a_buffer_are_data(tmp_path: Path) -> None:
     state["model"].register_buffer("mask", torch.full((3,), float("-inf")))
     SavedState("durable", state, tmp_path)
     state["model"].mask[1] = float("nan")
-    with pytest.raises(write.SaveRefused, match="mask"):
+    with pytest.raises(SaveRefused, match="mask"):
         SavedState("durable", state, tmp_path / "second")
 
 

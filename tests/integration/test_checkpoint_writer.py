@@ -12,9 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from nvrx_sre.checkpoint import discover, manifest
@@ -63,8 +65,8 @@ def start(tmp_path: Path, ranks: Ranks) -> Iterator[Start]:
     """Starts writers of `tmp_path` that know the ranks' slots; ends what a test left running."""
     started: list[WriterProcess] = []
 
-    def make(*options: str) -> WriterProcess:
-        writer = WriterProcess(tmp_path, *options)
+    def make(*options: str, **more: Any) -> WriterProcess:
+        writer = WriterProcess(tmp_path, *options, **more)
         started.append(writer)
         writer.map(*ranks.slots)
         return writer
@@ -111,7 +113,7 @@ def test_c01_a_writer_killed_in_mid_save_leaves_the_older_commit_newest(
 ) -> None:
     """SIGKILL while the files are being written: nothing new is discoverable, the next writer clears and redoes it."""
     commit(tmp_path, 1)
-    writer = start("--delay-per-file-s", "60")
+    writer = start(faults=["slow_storage@0:1=60s"])
     ranks.capture(2, 0)
     writer.request(2, [0, 0])
     attempt = wait_for_attempt(tmp_path)
@@ -139,12 +141,12 @@ def wait_for_attempt(run_dir: Path) -> str:
 
 
 def test_a_full_disk_fails_the_save_and_not_the_writer(start: Start, ranks: Ranks, tmp_path: Path) -> None:
-    """A write that the storage refuses is reason `storage`, leaves no attempt, and the next save succeeds."""
+    """A write beyond a limit is reason `no_space`, leaves no attempt, and the next save succeeds."""
     writer = start()
     ranks.capture(1, 0)
     resource.prlimit(writer.process.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     said = writer.save(1, [0, 0])
-    assert [(answer.stage, answer.reason) for answer in said] == [("failed", SaveFailure.STORAGE)]
+    assert [(answer.stage, answer.reason) for answer in said] == [("failed", SaveFailure.NO_SPACE)]
     assert "File too large" in said[0].message
     assert leftovers(tmp_path) == [] and steps(tmp_path) == []
     resource.prlimit(writer.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -217,7 +219,7 @@ def test_saving_a_committed_step_again_is_harmless(start: Start, ranks: Ranks, t
 
 def test_signals_to_the_whole_job_do_not_end_a_save(start: Start, ranks: Ranks, tmp_path: Path) -> None:
     """SIGTERM and SIGINT reach every process of a job at a preemption; the last save is still written."""
-    writer = start("--delay-per-file-s", "0.1")
+    writer = start(faults=["slow_storage@0:1=0.1s"])
     ranks.capture(1, 0)
     writer.request(1, [0, 0])
     writer.process.send_signal(signal.SIGTERM)
@@ -237,6 +239,60 @@ def test_bandwidth_is_bounded(start: Start, ranks: Ranks, tmp_path: Path) -> Non
         if name.endswith(".distcp")
     )
     assert written.seconds >= tensors / 20_000
+
+
+def of_node(part: int, attempt: str, **more: Any) -> dict[str, Any]:
+    """`WriteSave` for the writer of one of two nodes with a rank each."""
+    return {"world_size": 2, "first_rank": part, "part": part, "num_parts": 2, "attempt": attempt, **more}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, ranks: Ranks) -> Iterator[list[WriterProcess]]:
+    """Two writers, of node 0 with rank 0 and of node 1 with rank 1."""
+    writers = [WriterProcess(tmp_path) for _ in range(2)]
+    for rank, (writer, slots) in enumerate(zip(writers, ranks.slots, strict=True)):
+        message = wire.MapSlots(rank=rank, data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
+        assert writer.channel.send(message, (slots.fd,))
+    yield writers
+    for writer in writers:
+        writer.kill()
+
+
+def test_two_writers_make_one_commit(nodes: list[WriterProcess], start: Start, ranks: Ranks, tmp_path: Path) -> None:
+    """Disjoint ranks, one attempt: the same files, keys and pieces as one writer makes; no record stays."""
+    ranks.capture(1, 0)
+    for part, writer in enumerate(nodes):
+        writer.request(1, [0], **of_node(part, "together"))
+    assert [answer.stage for answer in nodes[0].answers()] == ["written", "committed", "verified"]
+    assert nodes[1].expect(wire.WriterProgress).stage == "written"
+    ranks.capture(2, 1)
+    alone = start()
+    assert alone.save(2, [1, 1])[-1].stage == "verified"
+    two, one = discover.discover(tmp_path, []).restorable
+    assert (one.step, one.world_size, leftovers(tmp_path)) == (1, 2, [])
+    assert set(one.manifest.files) == set(two.manifest.files)
+    assert one.manifest.dcp == two.manifest.dcp
+    assert "model.running_mean@rank-00001" in one.manifest.dcp["tensors"]
+    state = {"model.weight": torch.zeros(64), "model.running_mean@rank-00001": torch.zeros(64)}
+    dcp.load(state, checkpoint_id=one.path, no_dist=True)
+    assert torch.equal(state["model.weight"], torch.ones(64))
+    assert torch.equal(state["model.running_mean@rank-00001"], torch.ones(64))
+
+
+def test_a_part_that_does_not_come_ends_the_save(nodes: list[WriterProcess], ranks: Ranks, tmp_path: Path) -> None:
+    """The leader abandons at its deadline; a node that cannot save ends it for all at once; the next save is whole."""
+    ranks.capture(1, 0)
+    nodes[0].request(1, [0], **of_node(0, "alone", deadline_s=0.5))
+    [failed] = nodes[0].answers()
+    assert failed.reason == SaveFailure.INTERRUPTED and "plan 1 did not come" in failed.message
+    nodes[1].request(1, [2], **of_node(1, "refused"))
+    nodes[0].request(1, [0], **of_node(0, "refused"))
+    assert [node.answers()[-1].reason for node in nodes] == [SaveFailure.INTERRUPTED] * 2
+    assert (steps(tmp_path), leftovers(tmp_path)) == ([], [])
+    nodes[0].request(1, [0], **of_node(0, "again"))
+    nodes[1].request(1, [0], **of_node(1, "again"))
+    assert nodes[0].answers()[-1].stage == "verified"
+    assert (steps(tmp_path), leftovers(tmp_path)) == ([1], [])
 
 
 def test_the_end_of_the_channel_ends_the_writer(start: Start) -> None:

@@ -15,11 +15,10 @@ from urllib.request import urlopen
 import pytest
 
 from nvrx_sre.core import processes
-from nvrx_sre.core.clock import SystemClock
-from nvrx_sre.core.slow_storage import slow_down_storage
 from nvrx_sre.events.schema import (
     CheckpointRejected,
     FaultDetected,
+    FaultInjected,
     IncidentClosed,
     LeaderLost,
     PreemptionReceived,
@@ -28,7 +27,6 @@ from nvrx_sre.events.schema import (
     SaveCommitted,
     SaveFailed,
     SaveFailure,
-    SaveSkipped,
     SaveStarted,
     SaveVerified,
     StateRestored,
@@ -145,20 +143,19 @@ def test_preemption_flushes_the_newest_step(tmp_path: Path) -> None:
 def test_c01_c43_a_launcher_killed_in_mid_save(tmp_path: Path) -> None:
     """Its children are gone within 3 s; the next start goes on from the save before, and counts the torn one as failed.
 
-    The storage becomes so slow that the next save can never end.
+    The storage is so slow from step 41 on that the second save can never end.
     """
     run_dir = tmp_path / "exit-killed"
-    popen = start(train_arguments(run_dir, *LONG, "--save-every", "40"), **private_temporary(run_dir))
+    slow = ("--save-every", "40", "--fault", "slow_storage@0:41=600s")
+    popen = start(train_arguments(run_dir, *LONG, *slow), **private_temporary(run_dir))
     wait_for(run_dir, popen, lambda record: isinstance(record.event, SaveVerified))
-    slow_down_storage(run_dir, 600.0)
-    wait_for(run_dir, popen, HeldUp(run_dir, SystemClock().wall_ns()))
+    wait_for(run_dir, popen, lambda record: isinstance(record.event, FaultInjected))
     children = started_processes(run_dir, popen)
     pidfds = [os.pidfd_open(pid) for pid, ticks in children.items() if processes.is_alive(pid, ticks)]
     popen.kill()
     popen.communicate()
     assert_gone_within(pidfds, 3.0)
     assert_nothing_left(run_dir, children)
-    slow_down_storage(run_dir, 0.0)
 
     killed = Ended(exit_code=-9, output="", run_dir=run_dir)
     good = [event.step for _, event in killed.events(SaveCommitted)]
@@ -174,24 +171,6 @@ def test_c01_c43_a_launcher_killed_in_mid_save(tmp_path: Path) -> None:
     assert again.summary["saves"]["durable"]["failed"] == 1
     status = {span["attributes"]["nvrx.step"]: span["status"] for span in again.spans if span["name"] == "nvrx.save"}
     assert status[torn] == "error" and status[good[0]] == "unset"
-
-
-class HeldUp:
-    """True when a save was begun after `since_ns`, or a skip says that the one before is stuck, and it is on the disk.
-
-    The record alone is too early: killed right after it, the writer has left nothing that could be found.
-    """
-
-    def __init__(self, run_dir: Path, since_ns: int) -> None:
-        self.checkpoints = run_dir / "checkpoints"
-        self.since_ns = since_ns
-        self.is_begun = False
-
-    def __call__(self, record: Record) -> bool:
-        if record.time_ns <= self.since_ns:
-            return False
-        self.is_begun |= isinstance(record.event, SaveStarted | SaveSkipped)
-        return self.is_begun and any(self.checkpoints.glob(".tmp-*"))
 
 
 def assert_gone_within(pidfds: list[int], limit_s: float) -> None:

@@ -54,6 +54,7 @@ TORCH_MODULES = {
         "install",
         "restore",
         "rng",
+        "save",
         "safetensors_file",
         "storage",
         "tracked",

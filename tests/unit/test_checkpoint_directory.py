@@ -237,12 +237,20 @@ def test_an_attempt_is_no_commit_on_record(tmp_path: Path) -> None:
     assert not discover.commits_on_record(tmp_path)
 
 
+def retained(run_dir: Path, keep: int) -> list[str]:
+    """What a round of retention deletes."""
+    deleted: list[str] = []
+    retention.retain(run_dir, "demo", keep, 1, lambda item: deleted.append(item.directory))
+    return deleted
+
+
 def test_retention_keeps_the_newest_verified(tmp_path: Path) -> None:
-    """Only what is older than the kept verified commits goes; the record of verification follows."""
+    """Only what is older than the kept verified commits goes; the next record of verification forgets it."""
     for step in (10, 20, 30, 40):
         commit(tmp_path, step)
-    assert retention.retain(tmp_path, "demo", 3) == ["step-00000010-g00001"]
+    assert retained(tmp_path, 3) == ["step-00000010-g00001"]
     assert steps(discover.discover(tmp_path, [])) == [40, 30, 20]
+    discover.record_verified(tmp_path, manifest.directory_name(40, 1), 2)
     assert sorted(discover.read_verified(tmp_path)) == [manifest.directory_name(step, 1) for step in (20, 30, 40)]
 
 
@@ -252,9 +260,9 @@ def test_retention_counts_only_verified_and_never_keeps_less_than_two(tmp_path: 
         commit(tmp_path, step)
     for step in (30, 40):
         commit(tmp_path, step, verified=False)
-    assert retention.retain(tmp_path, "demo", 1) == []
+    assert retained(tmp_path, 1) == []
     commit(tmp_path, 50)
-    assert retention.retain(tmp_path, "demo", 1) == ["step-00000010-g00001"]
+    assert retained(tmp_path, 1) == ["step-00000010-g00001"]
 
 
 def test_retention_deletes_nothing_when_the_newest_kept_is_damaged(tmp_path: Path) -> None:
@@ -265,17 +273,34 @@ def test_retention_deletes_nothing_when_the_newest_kept_is_damaged(tmp_path: Pat
     content[7] ^= 1
     (path / "__0_0.distcp").write_bytes(bytes(content))
     with pytest.raises(CheckpointCorrupt):
-        retention.retain(tmp_path, "demo", 2)
+        retained(tmp_path, 2)
     assert steps(discover.discover(tmp_path, [])) == [30, 20, 10]
 
 
-def test_retention_leaves_abandoned_and_rejected_alone(tmp_path: Path) -> None:
-    """Only this line's commits are counted and deleted."""
+def test_abandoned_commits_go_once_the_new_line_has_two_good_ones(tmp_path: Path) -> None:
+    """They are not counted as kept; what was damaged is left alone; a person's fresh start loses nothing."""
     commit(tmp_path, 15, generation=1)
-    for step in (10, 20, 30):
-        commit(tmp_path, step, generation=2)
+    commit(tmp_path, 10, generation=2)
     (commit(tmp_path, 5, generation=2) / ".metadata").unlink()
     discover.add_fence(tmp_path, 2, 10)
-    assert retention.retain(tmp_path, "demo", 2) == ["step-00000010-g00002"]
+    assert retained(tmp_path, 2) == []
+    commit(tmp_path, 20, generation=2)
+    assert retained(tmp_path, 2) == ["step-00000015-g00001"]
+    commit(tmp_path, 30, generation=2)
+    assert retained(tmp_path, 2) == ["step-00000010-g00002"]
     names = set(os.listdir(discover.checkpoints_path(tmp_path)))
-    assert {"step-00000015-g00001", "step-00000005-g00002"} <= names
+    assert "step-00000005-g00002" in names
+    discover.add_fence(tmp_path, 3, 0)
+    for step in (1, 2, 3):
+        commit(tmp_path, step, generation=3)
+    assert retained(tmp_path, 2) == ["step-00000001-g00003"]
+    assert {item.step for item in discover.discover(tmp_path, discover.read_fences(tmp_path)).abandoned} == {20, 30}
+
+
+def test_a_superseded_writer_deletes_nothing(tmp_path: Path) -> None:
+    """Which checkpoints stay is for the launcher that leads."""
+    for step in (10, 20, 30):
+        commit(tmp_path, step)
+    (tmp_path / "epochs").mkdir()
+    (tmp_path / "epochs" / "00000002.json").write_text("{}")
+    assert retained(tmp_path, 2) == []

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from nvrx_sre.core.errors import InternalError
-from nvrx_sre.core.slow_storage import slow_storage_s
 from nvrx_sre.events.schema import FaultClass
-from nvrx_sre.faults import injection
+from nvrx_sre.faults import injection, storage
 from nvrx_sre.faults.plan import FaultKind, FaultSpec
 from nvrx_sre.restart.torch_errors import describe
 
@@ -89,7 +88,8 @@ def start(text: str, children: list[subprocess.Popen[str]], go: str = "") -> sub
 
 def test_every_kind_has_an_action() -> None:
     """No kind of the plan is without an injection."""
-    assert set(injection._KINDS) == set(FaultKind)
+    assert set(injection._KINDS) | set(storage._KINDS) == set(FaultKind)
+    assert not set(injection._KINDS) & set(storage._KINDS)
 
 
 def test_exception_is_classified_as_one() -> None:
@@ -229,16 +229,6 @@ def test_corrupt_checkpoint_without_one_says_so(tmp_path: Path) -> None:
     commit(tmp_path, 50, 1)
     with pytest.raises(InternalError, match="no shard of rank 7"):
         fire("corrupt_checkpoint@7:60", Actions(run_dir=tmp_path, rank=7))
-
-
-def test_slow_storage_leaves_its_mark(tmp_path: Path) -> None:
-    """The writer's side reads the seconds a file; without a mark or with a broken one it is 0."""
-    assert slow_storage_s(tmp_path) == 0.0
-    fire("slow_storage@0:4=0.25s", Actions(run_dir=tmp_path))
-    assert slow_storage_s(tmp_path) == 0.25
-    for broken in ("{", "[]", '{"seconds_per_file": "x"}', '{"seconds_per_file": NaN}', '{"seconds_per_file": -1}'):
-        (tmp_path / "slow_storage.json").write_text(broken, encoding="utf-8")
-        assert slow_storage_s(tmp_path) == 0.0
 
 
 @dataclass

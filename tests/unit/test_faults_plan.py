@@ -14,8 +14,10 @@ from nvrx_sre.core.errors import ExitCode, UserError
 from nvrx_sre.faults.plan import (
     DEFAULT_PARAMETERS,
     EVERY_PASS,
-    PHASES,
     RARE_PHASES,
+    SAVE_STAGES,
+    STEP_PHASES,
+    STORAGE_KINDS,
     FaultKind,
     FaultPlan,
     FaultSpec,
@@ -35,7 +37,7 @@ def specs(draw: st.DrawFn) -> FaultSpec:
         rank=draw(st.integers(0, 4096)),
         step=draw(st.integers(1, 10**9)),
         parameter=parameter,
-        phase=draw(st.none() | st.sampled_from(PHASES)),
+        phase=draw(st.none() | st.sampled_from(SAVE_STAGES if kind in STORAGE_KINDS else STEP_PHASES + RARE_PHASES)),
         passes=draw(st.integers(0, 50)),
     )
 

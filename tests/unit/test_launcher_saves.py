@@ -1,0 +1,173 @@
+"""Which steps the writer gets: busy, starting, waited for, owed; pure, through the machine."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from nvrx_sre.events import channel as wire
+from nvrx_sre.events import schema
+from nvrx_sre.events.schema import Record, Role, SaveFailure, Tier
+from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher.started_saves import StartedSaves
+from nvrx_sre.testing.driven import DrivenMachine
+
+
+def begun(**options: Any) -> DrivenMachine:
+    """A machine whose ranks are in their step loop, with a parked writer."""
+    driven = DrivenMachine(**options)
+    driven.begin()
+    return driven
+
+
+def saved(driven: DrivenMachine) -> list[int]:
+    """Steps that were handed to the writer."""
+    return [item.step for item in driven.all(c.StartSave)]
+
+
+def skipped(driven: DrivenMachine) -> list[int]:
+    """Steps whose save was skipped because the writer was busy."""
+    return [item.step for item in driven.events(schema.SaveSkipped) if item.reason == "writer_busy"]
+
+
+def released(driven: DrivenMachine) -> list[int]:
+    """Steps at whose boundary ranks were told to go on."""
+    return [item.step for item in driven.all(c.ReleaseBoundary)]
+
+
+def test_a_free_writer_takes_the_newest_sealed_step_of_a_skipped_save() -> None:
+    """A due save that found it busy is counted and made up for at once, with the freshest state there is."""
+    driven = begun()
+    for step in range(1, 26):
+        driven.step(step, durable=step % 5 == 0)
+    assert (saved(driven), skipped(driven)) == ([5], [10, 15, 20, 25])
+    driven.step(26)
+    driven.write(5, "written", "committed", "verified")
+    assert saved(driven) == [5, 26]
+    driven.write(26, "written", "committed", "verified")
+    assert saved(driven) == [5, 26], "nothing is owed any more"
+    driven.step(27)
+    driven.step(30, durable=True)
+    assert saved(driven) == [5, 26, 30]
+
+
+def test_a_slow_writer_is_never_idle_and_its_commits_are_fresh() -> None:
+    """A write that takes 5.8 intervals: as many commits as fit, each not older than two write times when it is good."""
+    driven = begun()
+    interval, write_steps = 10, 58
+    verified: list[tuple[int, int]] = []
+    started: int | None = None
+    for step in range(1, 1001):
+        driven.step(step, durable=step % interval == 0)
+        if started is None and saved(driven):
+            started = step
+        if started is not None and step - started == write_steps:
+            current = saved(driven)[-1]
+            verified.append((current, step))
+            driven.write(current, "written", "committed", "verified")
+            started = step
+    possible = (1000 - interval) // write_steps
+    assert len(verified) >= 0.9 * possible
+    ages = [now - before for (before, _), (_, now) in itertools.pairwise(verified)]
+    assert max(ages) <= 2 * write_steps + 1
+
+
+def test_the_first_due_save_waits_for_a_writer_that_starts_up() -> None:
+    """Nothing is skipped: the newest sealed step goes to the writer as soon as it is parked."""
+    driven = DrivenMachine()
+    [writer] = [item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER]
+    for spawn in driven.all(c.Spawn):
+        if spawn.child != writer:
+            driven.start_child(spawn.child)
+    for rank in range(driven.num_ranks):
+        driven.make_ready(driven.child_of(rank))
+    driven.restore()
+    driven.step(10, durable=True)
+    driven.step(11)
+    assert (saved(driven), skipped(driven)) == ([], [])
+    driven.start_child(writer)
+    assert (saved(driven), skipped(driven)) == ([11], [])
+
+
+def test_a_failed_save_is_tried_again_when_the_next_is_due() -> None:
+    """A full disk is not written to without pause: the next due step is the next attempt."""
+    driven = begun()
+    driven.step(10, durable=True)
+    driven.write(10, "failed", reason="no_space")
+    [failed] = driven.events(schema.SaveFailed)
+    assert failed.reason is SaveFailure.NO_SPACE
+    driven.step(11)
+    assert saved(driven) == [10]
+    driven.step(20, durable=True)
+    assert saved(driven) == [10, 20]
+
+
+def test_ranks_that_wait_are_released_when_the_writer_takes_their_step() -> None:
+    """`wait`: no skip; the boundary is left when the save starts, and not before."""
+    driven = begun(waits_for_writer=True)
+    driven.step(10, durable=True)
+    assert (saved(driven), released(driven)) == ([10], [10])
+    driven.step(20, durable=True)
+    assert (saved(driven), released(driven), skipped(driven)) == ([10], [10], [])
+    driven.write(10, "written", "committed")
+    assert released(driven) == [10]
+    driven.write(10, "verified")
+    assert (saved(driven), released(driven), skipped(driven)) == ([10, 20], [10, 20], [])
+
+
+def test_ranks_that_wait_are_released_when_their_step_cannot_be_saved() -> None:
+    """A capture that found no slot, and a writer that died, hold nobody up."""
+    driven = begun(waits_for_writer=True)
+    driven.step(10, durable=True, slot=-1)
+    assert (saved(driven), released(driven)) == ([], [10])
+    driven.step(20, durable=True)
+    driven.step(30, durable=True)
+    assert released(driven) == [10, 20]
+    [writer] = [item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER]
+    driven.kill(writer)
+    assert released(driven) == [10, 20, 30]
+
+
+def test_what_is_owed_is_not_started_when_the_run_ends() -> None:
+    """A run that stops for good finishes the save in flight and begins no other."""
+    driven = begun()
+    driven.step(10, durable=True)
+    driven.step(20, durable=True)
+    driven.raise_in(0, 21, fault="user_error")
+    driven.write(10, "written", "committed", "verified")
+    assert (saved(driven), skipped(driven)) == ([10], [20])
+
+
+def test_deletions_are_recorded() -> None:
+    """What retention deleted, and how long that took, is an event."""
+    driven = begun()
+    [writer] = [item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER]
+    driven.say(writer, wire.Retired(step=10, directory="step-00000010-g00001", seconds=2.5))
+    [deleted] = driven.events(schema.CheckpointDeleted)
+    assert (deleted.step, deleted.directory, deleted.seconds) == (10, "step-00000010-g00001", 2.5)
+
+
+def record(event: schema.Event, generation: int = 1) -> Record:
+    """A record of an event."""
+    return Record(run="r", epoch=1, generation=generation, rank=None, seq=1, time_ns=1, event=event)
+
+
+@pytest.mark.parametrize(("is_committed", "words"), [(False, "not committed"), (True, "committed, not verified")])
+def test_c01_a_save_without_an_end_was_interrupted(is_committed: bool, words: str) -> None:
+    """What the journal of a dead launcher leaves open is a failed save, with how far it came."""
+    saves = StartedSaves()
+    saves.apply(record(schema.SaveStarted(step=8, tier=Tier.DURABLE, captured_ns=1)))
+    saves.apply(record(schema.SaveVerified(step=8, directory="d", seconds=1.0, captured_ns=1)))
+    saves.apply(record(schema.SaveStarted(step=16, tier=Tier.DURABLE, captured_ns=1), generation=2))
+    if is_committed:
+        saves.apply(
+            record(schema.SaveCommitted(step=16, directory="d", size_bytes=1, seconds=1.0, captured_ns=1), generation=2)
+        )
+    [(failed, generation)] = saves.interrupted()
+    assert (failed.step, failed.reason, generation) == (16, SaveFailure.INTERRUPTED, 2)
+    assert failed.message.endswith(words)
+    saves.apply(record(failed, generation))
+    assert saves.interrupted() == []
+    assert saves.is_known(8, 1) and not saves.is_known(24, 1)
