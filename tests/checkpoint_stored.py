@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nvrx_sre.checkpoint import discover, manifest
+from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, LayoutItem
 from nvrx_sre.checkpoint.manifest import FileEntry, Manifest
 
 Cut = tuple[tuple[int, int], ...]
@@ -50,8 +51,13 @@ class _Planner(DefaultSavePlanner):
         return part.whole[tuple(slice(*ends) for ends in cut)].clone()
 
 
-def commit_tensors(run_dir: Path, step: int, parts: Mapping[str, Part], state: dict[str, Any]) -> Path:
-    """A good, verified checkpoint of `parts` with the small state `state` on every rank."""
+def commit_tensors(
+    run_dir: Path, step: int, parts: Mapping[str, Part], state: dict[str, Any], *, rank_bytes: Sequence[int] = ()
+) -> Path:
+    """A good, verified checkpoint of `parts` with the small state `state` on every rank.
+
+    `rank_bytes`: what each rank's layout says that it holds; empty layouts by default.
+    """
     name = manifest.directory_name(step, 1)
     path = discover.checkpoints_path(run_dir) / name
     path.mkdir(parents=True)
@@ -65,8 +71,9 @@ def commit_tensors(run_dir: Path, step: int, parts: Mapping[str, Part], state: d
         planner = _Planner(parts, rank)
         results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
     writer.finish(replace(metadata), results)
-    for rank in range(world_size):
-        (path / manifest.rank_file_name(rank)).write_text(json.dumps({"rank": rank, "layout": [], "state": state}))
+    for rank in range(max(world_size, len(rank_bytes))):
+        layout = [_layout_item(rank_bytes[rank])] if rank_bytes else []
+        (path / manifest.rank_file_name(rank)).write_text(json.dumps({"rank": rank, "layout": layout, "state": state}))
     described = Manifest(
         run="demo",
         step=step,
@@ -84,6 +91,22 @@ def commit_tensors(run_dir: Path, step: int, parts: Mapping[str, Part], state: d
     return path
 
 
+def _layout_item(size_bytes: int) -> dict[str, Any]:
+    item = LayoutItem(
+        fqn="m.w",
+        kind=ItemKind.TENSOR,
+        role=ItemRole.PARAMETER,
+        dtype="uint8",
+        local_shape=(size_bytes,),
+        global_offset=(0,),
+        global_shape=(size_bytes,),
+        offset_bytes=0,
+        size_bytes=size_bytes,
+        requires_grad=False,
+    )
+    return asdict(item)
+
+
 def _dcp(metadata: Metadata, results: Sequence[WriteResult]) -> dict[str, Any]:
     """The manifest's form of DCP's metadata (docs/reference/contracts.md)."""
     tensors = {}
@@ -95,7 +118,7 @@ def _dcp(metadata: Metadata, results: Sequence[WriteResult]) -> dict[str, Any]:
             "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in stored.chunks],
         }
     items = [
-        [item.index.fqn, list(item.index.offset or ()), place.relative_path, place.offset, place.length]
+        [item.index.fqn, list(item.index.offset or ()), place.relative_path, place.offset, place.length, ""]
         for item in results
         for place in (item.storage_data,)
     ]

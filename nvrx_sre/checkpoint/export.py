@@ -108,7 +108,7 @@ class _Stored:
         items = sorted(self.found.manifest.dcp["items"], key=lambda item: (item[2], item[3]))
         with contextlib.ExitStack() as opened:
             files: dict[str, Any] = {}
-            for key, offset, name, position, length in items:
+            for key, offset, name, position, length, *_ in items:
                 if key not in self.tensors:
                     continue
                 if name not in files:

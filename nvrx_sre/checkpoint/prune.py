@@ -1,7 +1,7 @@
 """What an operator may delete from a run directory, said before it is done.
 
     surplus       older than the newest `keep` verified commits of the current line (the writer's own rule)
-    abandoned     sound, but behind a fence: no restore will ever use it
+    abandoned     sound, but behind a fence, so that no restore will ever use it; only beside two verified commits
     interrupted   a save that never committed
     retired       a deletion that was cut short
 
@@ -47,7 +47,8 @@ def plan(run_dir: Path, found: Discovery, keep: int) -> list[Removal]:
     """What may go, commits oldest first. Reads directory entries only. Raises `StorageError`."""
     root = discover.checkpoints_path(run_dir)
     chosen = [(item.directory, PruneReason.SURPLUS) for item in retention.surplus(found.restorable, keep)]
-    chosen += [(item.directory, PruneReason.ABANDONED) for item in reversed(found.abandoned)]
+    if sum(item.verified for item in found.restorable) >= retention.KEEP_MIN:
+        chosen += [(item.directory, PruneReason.ABANDONED) for item in reversed(found.abandoned)]
     chosen += [(name, PruneReason.INTERRUPTED) for name in found.interrupted]
     chosen += [(name, PruneReason.RETIRED) for name in _retired(root)]
     return [Removal(directory=name, reason=reason, size_bytes=_size_bytes(root / name)) for name, reason in chosen]
@@ -62,7 +63,7 @@ def execute(
     if one of the two newest verified commits is damaged, `StorageError` if a directory cannot be removed.
     """
     root = discover.checkpoints_path(run_dir)
-    if any(removal.reason is PruneReason.SURPLUS for removal in removals):
+    if any(removal.reason in (PruneReason.SURPLUS, PruneReason.ABANDONED) for removal in removals):
         for item in [item for item in found.restorable if item.verified][: retention.KEEP_MIN]:
             manifest.verify_files(item.path, item.manifest)
     for removal in removals:

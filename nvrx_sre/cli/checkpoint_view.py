@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WHY_REMOVED = {
     PruneReason.SURPLUS: "older than the verified checkpoints to keep",
-    PruneReason.ABANDONED: "abandoned by a rollback",
+    PruneReason.ABANDONED: "abandoned, the run went back before it",
     PruneReason.INTERRUPTED: "a save that never committed",
     PruneReason.RETIRED: "a deletion that was cut short",
 }

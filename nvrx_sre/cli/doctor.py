@@ -26,7 +26,9 @@ from pathlib import Path
 
 import click
 
+from nvrx_sre.checkpoint import discover, layout
 from nvrx_sre.checkpoint.memory import check_room
+from nvrx_sre.checkpoint.slots import NUM_SLOTS, total_size_bytes
 from nvrx_sre.cli.devices import num_nvidia_devices
 from nvrx_sre.cli.narrate import bytes_text
 from nvrx_sre.cli.report import make_console
@@ -41,6 +43,8 @@ MIN_FREE_DISK_BYTES = 200_000_000
 GOOD_FREE_DISK_BYTES = 2_000_000_000
 GOOD_SHM_BYTES = 64_000_000
 """Data loaders of torch pass batches through /dev/shm; containers often have 64 MB."""
+SMALL_STATE_BYTES = 64 * 1024
+"""What a slot holds of small state beside the tensors, at least."""
 GOOD_NUM_CORES = 2
 GOOD_NUM_FILES = 1024
 WANTED_MEMORY_BYTES = 1_500_000_000
@@ -153,16 +157,45 @@ def check_memory() -> Finding:
     return Finding(name="memory", status=Status.OK, detail=f"room for {bytes_text(WANTED_MEMORY_BYTES)}")
 
 
-def check_shm() -> Finding:
-    """/dev/shm is there for the user's data loaders; hot slots do not need it."""
+def check_slots(state_bytes: int | None, run_dir: Path) -> Finding:
+    """Hot slots of a given state (all ranks of this node), else of the newest checkpoint of `run_dir`, would fit."""
+    ranks_bytes = [state_bytes] if state_bytes is not None else _rank_state_bytes(run_dir)
+    if not ranks_bytes:
+        return Finding(
+            name="slots", status=Status.OK, detail="size not known: give --state-bytes, or --run-dir of a run"
+        )
+    wanted_bytes = sum(total_size_bytes(NUM_SLOTS, size_bytes, SMALL_STATE_BYTES) for size_bytes in ranks_bytes)
+    detail = f"{NUM_SLOTS} slots of {bytes_text(sum(ranks_bytes))} of state are {bytes_text(wanted_bytes)} of memory"
     try:
-        total_bytes = shutil.disk_usage("/dev/shm").total
+        check_room(wanted_bytes)
+    except NvrxError as error:
+        cure = "raise the memory limit, use --hot-slots 2, or --hot-every 0"
+        return Finding(name="slots", status=Status.WARN, detail=f"{detail}: {error}", cure=cure)
+    return Finding(name="slots", status=Status.OK, detail=f"{detail}, for which there is room")
+
+
+def _rank_state_bytes(run_dir: Path) -> list[int]:
+    """Bytes of state of each rank as the newest checkpoint has it; nothing where there is none to read."""
+    try:
+        newest = discover.discover(run_dir, discover.read_fences(run_dir)).restorable[:1]
+        files = [path for found in newest for path in sorted(found.path.glob("rank-*.json"))]
+        layouts = [layout.from_json(json.loads(path.read_bytes())["layout"]) for path in files]
+    except (NvrxError, OSError, ValueError, KeyError, TypeError):
+        return []  # `checkpoint verify` says what is wrong with it
+    return [item.data_bytes for item in layouts]
+
+
+def check_shm() -> Finding:
+    """/dev/shm holds what the user's loader workers pass on; hot slots are memfds, which its size does not bound."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Finding(name="shm", status=Status.WARN, detail=str(error), cure="mount a tmpfs on /dev/shm")
     return _graded(
         "shm",
-        good=total_bytes > GOOD_SHM_BYTES,
-        detail=f"/dev/shm has {bytes_text(total_bytes)}",
+        good=usage.free > GOOD_SHM_BYTES,
+        detail=f"/dev/shm has {bytes_text(usage.free)} of {bytes_text(usage.total)} free: "
+        "it bounds the batches of loader workers, not hot slots",
         cure="give the container more (--shm-size) if data loaders use workers",
         otherwise=Status.WARN,
     )
@@ -256,8 +289,11 @@ def check_gloo() -> Finding:
     return Finding(name="gloo", status=Status.FAIL, detail=" ".join(last) or "no reason given", cure=cure)
 
 
-def examine(directory: Path) -> list[Finding]:
-    """Run all checks; `directory` is where runs would lie. Blocks up to `GLOO_TIMEOUT_S`."""
+def examine(directory: Path, state_bytes: int | None = None) -> list[Finding]:
+    """Run all checks; `directory` is a run directory, or where runs would lie. Blocks up to `GLOO_TIMEOUT_S`.
+
+    `state_bytes`: state of all ranks of this node, if it is known.
+    """
     checks: tuple[Callable[[], Finding], ...] = (
         check_python,
         check_torch,
@@ -268,6 +304,7 @@ def examine(directory: Path) -> list[Finding]:
         check_pdeathsig,
         check_signal,
         check_memory,
+        lambda: check_slots(state_bytes, directory),
         check_shm,
         check_cores,
         check_files,
@@ -288,11 +325,17 @@ def examine(directory: Path) -> list[Finding]:
     default=Path("runs"),
     show_default=True,
     metavar="DIR",
-    help="Where runs would lie.",
+    help="A run's directory, or where runs would lie.",
 )
-def command(as_json: bool, run_dir: Path) -> int:
+@click.option(
+    "--state-bytes",
+    type=click.IntRange(1),
+    metavar="BYTES",
+    help="State of this node's ranks, for the size of hot slots: 12 a parameter with float32 and AdamW.",
+)
+def command(as_json: bool, run_dir: Path, state_bytes: int | None) -> int:
     """Check what this machine can do, and say the cure. Exit 1 if it cannot run."""
-    findings = examine(run_dir)
+    findings = examine(run_dir, state_bytes)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:

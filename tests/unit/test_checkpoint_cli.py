@@ -144,7 +144,7 @@ def test_prune_says_what_it_would_delete_and_deletes_nothing(prunable: Path) -> 
         ".tmp-step-00000070-g00001-7-ab",
         ".retired-step-00000005-g00001",
     ]
-    assert "abandoned by a rollback" in output and "--yes" in output.splitlines()[-1]
+    assert "abandoned, the run went back before it" in output and "--yes" in output.splitlines()[-1]
 
 
 def test_prune_deletes_what_it_said(prunable: Path) -> None:
@@ -159,11 +159,13 @@ def test_prune_deletes_what_it_said(prunable: Path) -> None:
 
 
 def test_prune_keeps_two_verified_whatever_else_there_is(tmp_path: Path) -> None:
-    """Unverified commits do not count; a keep below two cannot be asked for."""
+    """Unverified commits do not count, abandoned ones wait as well; a keep below two cannot be asked for."""
     for step in (10, 20, 30, 40):
-        commit(tmp_path, step, verified=step in (10, 20))
+        commit(tmp_path, step, generation=2, verified=step == 20)
+    commit(tmp_path, 50)
+    discover.add_fence(tmp_path, 2, 5)
     invoke("prune", str(tmp_path), "--keep", "2", "--yes")
-    assert len(names(tmp_path)) == 4
+    assert len(names(tmp_path)) == 5
     assert CliRunner().invoke(command, ["prune", str(tmp_path), "--keep", "1"]).exit_code == 2
 
 

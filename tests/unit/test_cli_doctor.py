@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from nvrx_sre.cli import doctor
 from nvrx_sre.cli.doctor import Finding, Status
+from tests.checkpoint_stored import Part, commit_tensors
 
 
 def test_a_missing_torch_fails_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,7 @@ def test_checks_of_the_kernel_pass_here() -> None:
 def test_only_a_failure_changes_the_exit_code(status: Status, exit_code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings do not."""
     finding = Finding(name="x", status=status, detail="d", cure="c")
-    monkeypatch.setattr(doctor, "examine", lambda directory: [finding])
+    monkeypatch.setattr(doctor, "examine", lambda *_: [finding])
     result = CliRunner().invoke(doctor.command, [], standalone_mode=False)
     assert result.return_value == exit_code
     assert result.output.split() == [str(status), "x", "d;", "c"]
@@ -86,6 +88,34 @@ def test_only_a_failure_changes_the_exit_code(status: Status, exit_code: int, mo
 
 def test_findings_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a machine: name, status, detail, cure."""
-    monkeypatch.setattr(doctor, "examine", lambda directory: [Finding(name="x", status=Status.OK, detail="d")])
+    monkeypatch.setattr(doctor, "examine", lambda *_: [Finding(name="x", status=Status.OK, detail="d")])
     result = CliRunner().invoke(doctor.command, ["--json"], standalone_mode=False)
     assert json.loads(result.output) == [{"name": "x", "status": "ok", "detail": "d", "cure": ""}]
+
+
+def test_shm_bounds_loader_workers_and_not_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free counts, and the finding says for whom."""
+    usage = doctor.shutil.disk_usage("/")._replace(total=64_000_000, free=1_000_000)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    finding = doctor.check_shm()
+    assert finding.status is Status.WARN
+    assert "1.0 MB of 64.0 MB free" in finding.detail and "not hot slots" in finding.detail
+
+
+def test_slots_of_a_given_state_fit_or_do_not(tmp_path: Path) -> None:
+    """Three times the state; more than any memory warns with the cures; nothing known is no failure."""
+    fits = doctor.check_slots(10_000_000, tmp_path)
+    assert fits.status is Status.OK and "3 slots of 10.0 MB of state are 30.2 MB" in fits.detail
+    finding = doctor.check_slots(1 << 50, tmp_path)
+    assert finding.status is Status.WARN and "--hot-slots 2" in finding.cure
+    assert "not known" in doctor.check_slots(None, tmp_path).detail
+
+
+def test_slots_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path) -> None:
+    """The layout of each rank says what its slots hold; a checkpoint that cannot be read is left to verify."""
+    path = commit_tensors(
+        tmp_path, 10, {"m.w": Part(torch.ones(8), [((0, 8),)], ("m", "w"))}, {}, rank_bytes=[4096, 8192]
+    )
+    assert "3 slots of 12.3 kB of state" in doctor.check_slots(None, tmp_path).detail
+    (path / "rank-00000.json").write_bytes(b"x" * (path / "rank-00000.json").stat().st_size)
+    assert "not known" in doctor.check_slots(None, tmp_path).detail
