@@ -8,7 +8,7 @@ RUN_DIR ?= runs/demo
 FAULTS ?= 30
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo check test test-slow soak bench generate clean
+.PHONY: help setup demo check test test-slow soak screenshots bench generate clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
@@ -38,9 +38,15 @@ soak: setup ## all tests three times in different orders
 	@scripts/test-tools.sh
 	@for round in 1 2 3; do $(BIN)/python -m pytest -q $(PYTEST_ARGS); done
 
-bench: setup ## recovery and telemetry benchmarks, rows in runs/bench-*.json
+screenshots: setup ## docs/screenshots/ from live runs, in a headless Chromium, five minutes
+	@scripts/test-tools.sh
+	@scripts/browser.sh
+	@$(BIN)/python scripts/screenshots.py
+
+bench: setup ## recovery, checkpoint and telemetry benchmarks, rows in runs/bench-*.json
 	@mkdir -p runs
 	@$(BIN)/nvrx-sre bench recovery --faults $(FAULTS) --json runs/bench-recovery.json
+	@$(BIN)/nvrx-sre bench checkpoint --json runs/bench-checkpoint.json
 	@$(BIN)/nvrx-sre bench telemetry --json runs/bench-telemetry.json
 
 generate: setup ## dashboards/ and alerts/ from the catalog

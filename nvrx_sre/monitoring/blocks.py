@@ -29,26 +29,35 @@ def course(expr: str, legend: str) -> Target:
 def quantile(q: Query, share: float, metric: Metric, *by: str) -> str:
     """Quantile of what `metric` observed in the time range, interpolated within buckets; hidden where one beyond the
     median would rest on fewer than `MIN_SAMPLES` samples."""
-    buckets = q.gain(metric, *by, "le", window=RANGE, suffix="bucket")
-    value = f"histogram_quantile({share:g}, {buckets})"
-    if share <= 0.5:
-        return value
-    return f"{value} and {q.gain(metric, *by, window=RANGE, suffix='count')} >= {MIN_SAMPLES}"
+    buckets = f"sum by ({', '.join((*by, 'le'))}) ({q.gain(metric, *by, 'le', window=RANGE, suffix='bucket')})"
+    least = 1 if share <= 0.5 else MIN_SAMPLES
+    return f"histogram_quantile({share:g}, {buckets}) and {_count(q, metric, *by)} >= {least}"
+
+
+def _count(q: Query, metric: Metric, *by: str) -> str:
+    """Samples of all runs chosen in the time range."""
+    samples = q.gain(metric, *by, window=RANGE, suffix="count")
+    return f"sum by ({', '.join(by)}) ({samples})" if by else f"sum({samples})"
 
 
 def percentiles(q: Query, title: str, description: str, metric: Metric, most: Metric | None, *by: str) -> Panel:
-    """A table of `metric` in the time range: count, median, 95th percentile; and `most`, the largest of the run."""
+    """A table of `metric` in the time range, all runs chosen together: count, median, 95th percentile; and `most`,
+    the largest so far."""
     unit = "s" if metric.unit == "seconds" else "none"
     columns = [Column(title=label.capitalize(), label=label) for label in by]
     columns += [
-        Column(title="Count", expr=q.gain(metric, *by, window=RANGE, suffix="count"), decimals=0),
+        Column(title="Count", expr=f"{_count(q, metric, *by)} > 0", decimals=0),
         Column(title="p50", expr=quantile(q, 0.5, metric, *by), unit=unit, decimals=2),
         Column(title="p95", expr=quantile(q, 0.95, metric, *by), unit=unit, decimals=2),
     ]
     if most is not None:
-        columns.append(Column(title="Max so far", expr=q.latest(most, *by), unit=unit, decimals=2))
+        columns.append(
+            Column(
+                title="Max so far", expr=f"max by ({', '.join(by)}) ({q.latest(most, *by)}) > 0", unit=unit, decimals=2
+            )
+        )
     note = f" In the chosen time range; the 95th percentile is hidden below {MIN_SAMPLES} samples."
-    return table(title, description + note, 12, columns)
+    return table(title, description + note, 12, columns, no_value="none")
 
 
 def distribution(q: Query, title: str, description: str, width: int, metric: Metric, **labels: str) -> Panel:

@@ -91,7 +91,7 @@ def _runs(q: Query, run_url: str) -> Panel:
             Column(title="Ranks", expr=q.latest(catalog.WORLD_SIZE, memory_s=MEMORY_S), decimals=0),
             Column(title="Team", label="team"),
             Column(title="Priority", label="priority"),
-            Column(title="Owned", expr=q.latest(catalog.RUN_INFO, "team", "priority", memory_s=MEMORY_S)),
+            Column(title="Owner", expr=q.latest(catalog.RUN_INFO, "team", "priority", memory_s=MEMORY_S), hidden=True),
         ],
         height=10, sort_by="Verdict",
     )  # fmt: skip

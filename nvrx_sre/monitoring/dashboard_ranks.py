@@ -136,7 +136,7 @@ def _places(q: Query) -> tuple[Panel, ...]:
                 Column(title="Node", label="node"),
                 Column(title="GPU", label="gpu_uuid"),
                 Column(title="Pod", label="pod"),
-                Column(title="Present", expr=q.latest(catalog.RANK_INFO, "rank", "node", "gpu_uuid", "pod")),
+                Column(title="Ranks", expr=q.latest(catalog.RANK_INFO, "rank", "node", "gpu_uuid", "pod"), hidden=True),
             ],
         ),
         table(

@@ -32,6 +32,8 @@ from nvrx_sre.monitoring.situation import MEMORY_S, WORDS, Signals, memory, situ
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.metric import Metric
 
+LEDGER_WINDOW = "10m"
+"""A state is booked when it ends: the window is longer than most of them last."""
 TOP_WIDTH = 3
 TOP_HEIGHT = 5
 IDENTITY_STEP = "15s"
@@ -117,7 +119,7 @@ def _risk(q: Query, signals: Signals) -> tuple[Panel, ...]:
             overrides=(Override(name="GPU-hours", decimals=2),),
         ),
         stat(
-            "Changed since it worked", "What is different from when the newest new step was committed, within a day: "
+            "What changed", "What is different from when the newest new step was committed, within a day: "
             "the configuration (its digest), or a version (of nvrx-sre, Python, torch).", "none", TOP_WIDTH,
             now(_changed(q, signals), "changed"), height=TOP_HEIGHT, mappings=NOTHING_CHANGED,
         ),
@@ -186,14 +188,14 @@ def _is_new(q: Query, signals: Signals, info: Metric, *labels: str) -> str:
 
 
 def _time(q: Query) -> tuple[Panel, ...]:
-    wall = f"on {q.keys()} group_left () {q.rate(catalog.WALL_SECONDS, window=RATE_WINDOW)}"
+    wall = f"on {q.keys()} group_left () ({q.gain(catalog.WALL_SECONDS, window=LEDGER_WINDOW)} > 0)"
     newest = f"on {q.keys()} group_left () {q.latest(catalog.RUN_STATE_ENTERED)}"
     return (
         timeseries(
-            "Ledger", "Share of wall time by state. The job is in exactly one state at any instant; a gap below 100 % "
-            "is time that is not booked yet.", PERCENTAGE, 14,
-            course(f"{q.rate(catalog.TIME_SECONDS, 'state', window=RATE_WINDOW)} / {wall}", "{{state}}"),
-            stacked=True, minimum=0,
+            "Ledger", "Share of the last ten minutes of wall time by state. The job is in exactly one state at any "
+            "instant; a gap below 100 % is time that is not booked yet.", PERCENTAGE, 14,
+            course(f"{q.gain(catalog.TIME_SECONDS, 'state', window=LEDGER_WINDOW)} / {wall}", "{{state}}"),
+            stacked=True, minimum=0, maximum=1,
         ),
         timeline(
             "State over time", "The state that the run entered last, one strip a state.", 10,

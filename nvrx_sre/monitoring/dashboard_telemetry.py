@@ -101,6 +101,7 @@ def _scrapes(q: Query) -> tuple[Panel, ...]:
 
 
 def _launchers(q: Query) -> tuple[Panel, ...]:
+    builds = q.latest(catalog.BUILD_INFO, "version", "catalog", "python", "torch")
     return (
         table(
             "Versions", "Version and metric catalog of each run. A catalog that differs from that of the rules in use "
@@ -111,7 +112,7 @@ def _launchers(q: Query) -> tuple[Panel, ...]:
                 Column(title="Catalog", label="catalog"),
                 Column(title="Python", label="python"),
                 Column(title="Torch", label="torch"),
-                Column(title="Present", expr=q.latest(catalog.BUILD_INFO, "version", "catalog", "python", "torch")),
+                Column(title="Builds", expr=builds, hidden=True),
             ],
         ),
         timeseries(

@@ -24,7 +24,6 @@ from nvrx_sre.monitoring import (
     dashboard_run,
     dashboard_telemetry,
 )
-from nvrx_sre.monitoring.alerts import RUN_DASHBOARD_UID
 from nvrx_sre.monitoring.blocks import RATE_WINDOW
 from nvrx_sre.monitoring.panel_json import DATA_SOURCE, render_rows
 from nvrx_sre.monitoring.panels import BLUE, GREEN, ORANGE, RED, Row
@@ -57,7 +56,7 @@ class Board:
     @property
     def uid(self) -> str:
         """Stable across versions: alerts and other boards link to it."""
-        return RUN_DASHBOARD_UID if self.one_run else f"{TAG}-{self.slug}".replace("nvrx-sre-", "nvrx-")
+        return f"nvrx-{self.slug}"
 
     @property
     def url(self) -> str:
@@ -102,12 +101,14 @@ def boards() -> tuple[Board, ...]:
             title="Checkpoints",
             question="What could be restored now, what saving costs, what went wrong with it.",
             rows=dashboard_checkpoints.rows,
+            one_run=True,
         ),
         Board(
             slug="ranks",
             title="Ranks and nodes",
             question="Which rank is late or silent, where it runs, what its node is short of.",
             rows=dashboard_ranks.rows,
+            one_run=True,
         ),
         Board(
             slug="telemetry",

@@ -245,12 +245,14 @@ def _link(link: Link) -> dict[str, Any]:
 
 def _transformations(panel: Panel) -> list[dict[str, Any]]:
     """Join the queries by their labels, name and order the columns, hide what has no column."""
-    names = _column_fields(panel.columns)
+    fields = _column_fields(panel.columns)
     organize = {
-        "excludeByName": {"Time": True},
+        "excludeByName": {"Time": True, **{field: True for field, column in fields.items() if column.hidden}},
         "includeByName": {},
-        "indexByName": {field: index for index, field in enumerate(names)},
-        "renameByName": {field: title for field, title in names.items() if field != title},
+        "indexByName": {field: index for index, field in enumerate(fields)},
+        "renameByName": {
+            field: column.title for field, column in fields.items() if not column.hidden and field != column.title
+        },
     }
     rendered: list[dict[str, Any]] = [{"id": "merge", "options": {}}, {"id": "organize", "options": organize}]
     if panel.sort_by:
@@ -258,17 +260,17 @@ def _transformations(panel: Panel) -> list[dict[str, Any]]:
     return rendered
 
 
-def _column_fields(columns: Sequence[Column]) -> dict[str, str]:
-    """Name of each column's field before it is renamed -> its title."""
+def _column_fields(columns: Sequence[Column]) -> dict[str, Column]:
+    """Name of each column's field before it is renamed -> the column."""
     queries = [column for column in columns if column.expr]
     fields = {}
     for column in columns:
         if not column.expr:
-            fields[column.label] = column.title
+            fields[column.label] = column
         elif len(queries) == 1:
-            fields["Value"] = column.title
+            fields["Value"] = column
         else:
-            fields[f"Value #{reference(queries.index(column))}"] = column.title
+            fields[f"Value #{reference(queries.index(column))}"] = column
     return fields
 
 

@@ -88,6 +88,8 @@ class Column:
     steps: tuple[Step, ...] = ()
     mappings: tuple[Mapping, ...] = ()
     link: Link | None = None
+    hidden: bool = False
+    """The query only brings labels: its value is not shown."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,9 +88,13 @@ class Query:
         """
         if metric.type not in CUMULATIVE:
             raise InternalError(f"gain of {metric.name}, which is a {metric.type}")
+        _checked(metric, by)
         series = f"{self.series(metric, suffix, **labels)}[{window}]"
-        keys = self.keys(*_checked(metric, by))
-        return f"(max by {keys} (max_over_time({series})) - min by {keys} (min_over_time({series})))"
+        fixed = [name for name, wanted in labels.items() if isinstance(wanted, str)]
+        varying = [name for name in metric.label_names if name not in fixed and name not in by]
+        keys = self.keys(*by, *varying)
+        gained = f"(max by {keys} (max_over_time({series})) - min by {keys} (min_over_time({series})))"
+        return f"sum by {self.keys(*by)} {gained}" if varying else gained
 
     def _over_window(self, function: str, metric: Metric, by: Sequence[str], window: str, selector: str) -> str:
         if metric.type not in CUMULATIVE:

@@ -1,4 +1,4 @@
-"""A small client of Prometheus' HTTP API: instant queries and the state of alerts.
+"""A small client of Prometheus' HTTP API: queries and the state of alerts.
 
 Model: GET with a timeout against a loopback or given base URL; proxies of the environment are not used.
 Blocking: each call waits at most its timeout. Raises `QueryError` when the server does not answer or refuses
@@ -34,6 +34,14 @@ class Sample:
     value: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """One series of a range query: (seconds since the Unix epoch, value) in the order of time."""
+
+    labels: dict[str, str]
+    points: tuple[tuple[float, float], ...]
+
+
 def http_get(url: str, *, timeout_s: float = TIMEOUT_S) -> bytes:
     """Body of a GET. Raises `UserError` for a URL that is not http(s), `QueryError` if there is no 2xx answer."""
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
@@ -50,12 +58,23 @@ def http_get(url: str, *, timeout_s: float = TIMEOUT_S) -> bytes:
         raise QueryError(f"GET {url}: {error}") from error
 
 
-def instant(base_url: str, expression: str) -> list[Sample]:
-    """Evaluate `expression` now. A scalar comes back as one sample without labels."""
-    data = _api(base_url, "query", {"query": expression})
+def instant(base_url: str, expression: str, *, at_s: float | None = None) -> list[Sample]:
+    """Evaluate `expression` now, or at a moment. A scalar comes back as one sample without labels."""
+    moment = {} if at_s is None else {"time": f"{at_s:.3f}"}
+    data = _api(base_url, "query", {"query": expression, **moment})
     if data["resultType"] == "scalar":
         return [Sample(labels={}, value=float(data["result"][1]))]
     return [Sample(labels=item["metric"], value=float(item["value"][1])) for item in data["result"]]
+
+
+def over_range(base_url: str, expression: str, start_s: float, end_s: float, step_s: float) -> list[Course]:
+    """Evaluate `expression` every `step_s` seconds from `start_s` to `end_s`."""
+    window = {"start": f"{start_s:.3f}", "end": f"{end_s:.3f}", "step": f"{step_s:.3f}"}
+    data = _api(base_url, "query_range", {"query": expression, **window})
+    return [
+        Course(labels=item["metric"], points=tuple((float(at), float(value)) for at, value in item["values"]))
+        for item in data["result"]
+    ]
 
 
 def alerts(base_url: str) -> list[dict[str, Any]]:
