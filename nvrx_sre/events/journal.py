@@ -237,15 +237,16 @@ Fits = Callable[[Mapping[str, Any]], bool]
 """Whether a snapshot's folds are usable."""
 
 
-def begin_at(directory: Path, fits: Fits | None) -> tuple[Snapshot | None, list[Path]]:
+def begin_at(directory: Path, fits: Fits | None, *, oldest: bool = False) -> tuple[Snapshot | None, list[Path]]:
     """The newest snapshot whose folds fit and the segments from there on; without one, all segments.
 
-    Raises `UserError` for a segment of a newer version.
+    `oldest`: all segments, with the snapshot that the first one begins with where older ones were deleted. Raises
+    `UserError` for a segment of a newer version.
     """
     paths = [path for _, _, path in segments(directory)]
     if fits is None:
         return None, paths
-    for index in reversed(range(len(paths))):
+    for index in range(min(1, len(paths))) if oldest else reversed(range(len(paths))):
         with open(paths[index], "rb") as file:
             check_header(file.readline(), paths[index])
             found = parse_snapshot(file.readline())
@@ -258,13 +259,13 @@ class JournalReader:
     """Reads all epochs in order. `num_bad_lines` counts lines that are no record, torn last lines included.
 
     With `fits` it begins at the newest snapshot whose folds that function accepts: `snapshot` is that one, and only
-    the records after it are read; None if there is none. Raises `UserError` for a journal of a newer version, at
-    construction or while reading.
+    the records after it are read; None if there is none. `oldest`: see `begin_at`. Raises `UserError` for a journal
+    of a newer version, at construction or while reading.
     """
 
-    def __init__(self, directory: Path, *, fits: Fits | None = None) -> None:
+    def __init__(self, directory: Path, *, fits: Fits | None = None, oldest: bool = False) -> None:
         self.num_bad_lines = 0
-        self.snapshot, self._paths = begin_at(directory, fits)
+        self.snapshot, self._paths = begin_at(directory, fits, oldest=oldest)
 
     def __iter__(self) -> Iterator[Record]:
         last = (0, -1) if self.snapshot is None else self.snapshot.last

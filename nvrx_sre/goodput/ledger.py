@@ -160,6 +160,11 @@ class Ledger(Snapshotted):
         return self._start_ns
 
     @property
+    def last_ns(self) -> int:
+        """Time of the newest record, 0 before any."""
+        return self._now_ns
+
+    @property
     def high_water(self) -> int:
         """H: the highest step ever committed."""
         return self._high_water

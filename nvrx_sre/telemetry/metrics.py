@@ -113,7 +113,7 @@ class MetricsFold(Collector):
 
     def describe(self) -> list[Family]:
         """Families without samples: registration must not render."""
-        return [_family(metric) for metric in catalog.CATALOG.values()]
+        return [family_of(metric) for metric in catalog.CATALOG.values()]
 
     def collect(self) -> Iterator[Family]:
         """All families. Blocks for the bounded `sync` of the sources."""
@@ -124,7 +124,15 @@ class MetricsFold(Collector):
         for metric in filter(self._sources.exports, catalog.CATALOG.values()):
             counts = metric.type in (MetricType.COUNTER, MetricType.HISTOGRAM)
             live = metric.scope is Scope.NODE or metric.name in _LIVE_COUNTERS
-            yield self._render(metric, pinned if counts and not live else now)
+            family = family_of(metric)
+            self._render(family, metric, pinned if counts and not live else now)
+            yield family
+
+    def add_to(self, families: Mapping[str, Family]) -> None:
+        """Add this run's samples to families by metric name: several runs in one exposition."""
+        now = self._snapshot()
+        for name, family in families.items():
+            self._render(family, catalog.CATALOG[name], now)
 
     def _snapshot(self) -> Values:
         dropped, errors = self._sources.dropped(), self._sources.errors()
@@ -137,8 +145,7 @@ class MetricsFold(Collector):
         self._sources.fill(values)
         return values
 
-    def _render(self, metric: Metric, values: Values) -> Family:
-        family = _family(metric)
+    def _render(self, family: Family, metric: Metric, values: Values) -> None:
         if metric.name in values.info:
             info = values.info[metric.name]
             if any(info.values()):  # an info series with unknown labels would be replaced by another one
@@ -149,13 +156,13 @@ class MetricsFold(Collector):
         else:
             for labels, value in values.numbers[metric.name].items():
                 family.add_sample(metric.name, self._labels(metric, labels), value)
-        return family
 
     def _labels(self, metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
         return {RUN_LABEL: self._run, **dict(zip(metric.label_names, values, strict=True))}
 
 
-def _family(metric: Metric) -> Family:
+def family_of(metric: Metric) -> Family:
+    """The metric's family without samples, under the name that the exposition formats want."""
     name = metric.name.removesuffix("_total").removesuffix("_info")
     if metric.type in (MetricType.GAUGE, MetricType.HISTOGRAM):
         name = metric.name

@@ -72,6 +72,11 @@ class RunSeries(SeriesPart):
         self.values.set(catalog.LAST_STEP, start_s)
         self._enter(RunState.STARTING, record.time_ns)
 
+    @property
+    def state(self) -> RunState | None:
+        """State of the run as of the last record, None before any."""
+        return self._state
+
     def settle(self, record: Record) -> None:
         """All parts have seen the record: which state is the run in now?"""
         self.values.add(catalog.TELEMETRY_EVENTS, 1)
@@ -184,6 +189,11 @@ class SeriesFold(Snapshotted):
         self._recovery = RecoverySeries(self.values, ledger, tracker, limits.caps)
         self._checkpoints = CheckpointSeries(self.values)
         self._phases = PhaseSeries(self.values)
+
+    @property
+    def run_state(self) -> RunState | None:
+        """State of the run as of the last record, None before any."""
+        return self._run.state
 
     def version(self) -> str:
         """Values are those of this catalog."""
