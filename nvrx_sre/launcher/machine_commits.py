@@ -2,7 +2,8 @@
 
 Model: every rank reports steps cumulatively; a step is committed when every rank of the generation has
 reported it or a later one. Committed steps are gathered into one `StepsCommitted` a second; kind changes, faults,
-ends and the first new step after an incident (once it is settled) close it earlier. Times are those of the rank that committed last.
+ends and the first new step after an incident (once it is settled) close it earlier. Times are those of the rank
+that committed last.
 
 Invariants: H never falls; within a generation steps are committed once, in order; reports of other
 generations never reach this class. Bounded: reports wait only between the fastest and the slowest rank, and

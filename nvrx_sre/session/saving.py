@@ -24,6 +24,7 @@ from typing import Any
 from nvrx_sre.checkpoint.capture import Capturer, Filling
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.events import channel as wire
+from nvrx_sre.events.schema import Phase
 from nvrx_sre.session.process import RankProcess
 
 
@@ -81,8 +82,15 @@ class HotSaver:
         return waited_ns
 
     def finish(self, step: int) -> None:
-        """Training is over at `step`: capture it unless it is, and wait until it is sealed."""
+        """Training is over at `step`: capture it unless it is, and wait until it is sealed.
+
+        Blocks while the writer holds the only other slot.
+        """
         if step > self._newest:
+            self._process.control.enter(Phase.SAVE, tell=False)
+            slots = self._process.slots
+            if slots is not None and self._free_slot(slots, step) is None:
+                self._process.control.wait_until(lambda: slots.held_slot < 0)
             self._capture(step, durable=False)
         self._wait_sealed()
         if self._untold is not None:
@@ -99,7 +107,7 @@ class HotSaver:
         self._capturer.refresh()
         data_bytes, blob_bytes = self._capturer.required_bytes()
         slots = self._process.slots_for(self._generation, self._capturer.layout_hash, data_bytes, blob_bytes)
-        slot = slots.free_slot(step, generation=self._generation, restored_step=self._restored_step)
+        slot = self._free_slot(slots, step)
         if slot is None:
             self.num_skipped += 1
             return -1
@@ -107,6 +115,9 @@ class HotSaver:
         self._newest = step
         self._start(slots, slot, step, durable)
         return slot
+
+    def _free_slot(self, slots: SlotFile, step: int) -> int | None:
+        return slots.free_slot(step, generation=self._generation, restored_step=self._restored_step)
 
     def _start(self, slots: SlotFile, slot: int, step: int, durable: bool) -> None:
         filling = self._capturer.begin(
@@ -132,8 +143,8 @@ class HotSaver:
         elif self._is_overlapped:
             self._is_overlapped = False
             print(
-                f"nvrx-sre: something else than a tracked optimizer changed parameters after the commit of step {step}: "
-                "its capture is void, and later ones are copied inside ctx.commit()",
+                f"nvrx-sre: something else than a tracked optimizer changed parameters after the commit of step "
+                f"{step}: its capture is void, and later ones are copied inside ctx.commit()",
                 file=sys.stderr,
             )
         control = self._process.control

@@ -32,9 +32,9 @@ class DrivenMachine:
         num_standbys: int = 1,
         limits: Limits | None = None,
         start: MachineStart | None = None,
-        exact_replay: bool = False,
-        waits_for_writer: bool = False,
+        **settings: Any,
     ) -> None:
+        """`settings`: further fields of `MachineConfig`."""
         self.clock = ManualClock(start_ns=1_000_000_000)
         self.history = History()
         self.commands: list[c.Command] = []
@@ -43,8 +43,7 @@ class DrivenMachine:
             world_size=num_ranks,
             num_standbys=num_standbys,
             limits=limits or Limits(),
-            exact_replay=exact_replay,
-            waits_for_writer=waits_for_writer,
+            **settings,
         )
         begin = MachineStart(
             generation=0, high_water=0, wall_offset_ns=self.clock.wall_offset_ns, commits_on_record=False
@@ -120,26 +119,31 @@ class DrivenMachine:
     def step(self, step: int, ranks: Iterable[int] | None = None, **changes: Any) -> None:
         """Ranks report a step, sealed in slot `step % 3` and without a durable save unless told otherwise."""
         for rank in range(self.num_ranks) if ranks is None else ranks:
-            message = wire.Step(
-                generation=self.machine.generation,
-                step=step,
-                mono_ns=self.now_ns,
-                step_s=0.1 * step,
-                data_s=0.0,
-                checkpoint_block_s=0.0,
-                evaluate_s=0.0,
-                tokens=100 * step,
-                loss=1.0 / step,
-                has_loss=True,
-                slot=step % 3,
-                durable=False,
-                captured=step,
-                skipped=0,
-            )
-            message = replace(message, **changes)
-            self.say(self.child_of(rank), message)
-            if message.slot >= 0:
-                self.seal(rank, step, message.slot)
+            slot = self.step_report(rank, step, **changes).slot
+            if slot >= 0:
+                self.seal(rank, step, slot)
+
+    def step_report(self, rank: int, step: int, **changes: Any) -> wire.Step:
+        """A rank reports a step and is not done copying it; the report."""
+        message = wire.Step(
+            generation=self.machine.generation,
+            step=step,
+            mono_ns=self.now_ns,
+            step_s=0.1 * step,
+            data_s=0.0,
+            checkpoint_block_s=0.0,
+            evaluate_s=0.0,
+            tokens=100 * step,
+            loss=1.0 / step,
+            has_loss=True,
+            slot=step % 3,
+            durable=False,
+            captured=step,
+            skipped=0,
+        )
+        message = replace(message, **changes)
+        self.say(self.child_of(rank), message)
+        return message
 
     def seal(self, rank: int, step: int, slot: int) -> None:
         """The rank's capture of a step is over; slot -1: it was given up."""

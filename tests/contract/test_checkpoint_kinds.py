@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from nvrx_sre.checkpoint import encoding
+from nvrx_sre.checkpoint import encoding, rng
 from nvrx_sre.checkpoint.capture import FROZEN_BYTES_MIN, Capturer
 from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate
 from nvrx_sre.checkpoint.save import Saver, Source
@@ -21,7 +23,7 @@ from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.checkpoint.storage import WriteOptions
 from nvrx_sre.checkpoint.supported import check
 from nvrx_sre.checkpoint.write import SaveRequest
-from nvrx_sre.core.errors import UserError
+from nvrx_sre.core.errors import CheckpointCorrupt, UserError
 
 STEP = 3
 WIDTH = 16
@@ -206,10 +208,10 @@ def capture(tracked: dict[str, Any], run: Callable[[], Any]) -> tuple[SlotFile, 
     return slots, capturer.layout_hash
 
 
-def commit(run_dir: Path, slots: SlotFile) -> Path:
-    """Slot 0 as a durable checkpoint."""
-    request = SaveRequest(run="demo", step=STEP, epoch=1, generation=1, captured_ns=1, world_size=1)
-    saved = Saver(run_dir, WriteOptions()).save(request, Source(slot_files=[slots], slots=[0]))
+def commit(run_dir: Path, *slots: SlotFile) -> Path:
+    """Slot 0 of each rank as a durable checkpoint."""
+    request = SaveRequest(run="demo", step=STEP, epoch=1, generation=1, captured_ns=1, world_size=len(slots))
+    saved = Saver(run_dir, WriteOptions()).save(request, Source(slot_files=slots, slots=[0] * len(slots)))
     assert saved.directory is not None
     return saved.directory
 
@@ -237,6 +239,7 @@ def test_a_restored_state_continues_bit_for_bit(kind: Callable[[], Built], tier:
     slots.close()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what a plain load in one process says
 def test_plain_dcp_load_finds_tied_weights_under_both_names(tmp_path: Path) -> None:
     """The slot and the files hold them once; `model.state_dict()` asks for each name."""
     tracked, step = tied()
@@ -251,6 +254,42 @@ def test_plain_dcp_load_finds_tied_weights_under_both_names(tmp_path: Path) -> N
     assert torch.equal(state["model"]["up.weight"], tracked["model"].up.weight)
     assert torch.equal(state["model"]["down.weight"], tracked["model"].up.weight)
     slots.close()
+
+
+def draw() -> list[float]:
+    """A number of each generator."""
+    return [torch.rand(1).item(), float(np.random.rand()), random.random()]
+
+
+@pytest.mark.parametrize("tier", ["hot", "durable"])
+def test_c23_each_rank_gets_its_own_random_streams_back(tier: str, tmp_path: Path) -> None:
+    """torch, numpy and Python; rank 1 drew more than rank 0. Without rank 1's part nothing is restored."""
+    python, numpy = random.getstate(), np.random.get_state()
+    files, hashes, expected = [], [], []
+    for rank in range(2):
+        rng.seed_from(f"rank {rank}")
+        for _ in range(rank):
+            draw()
+        slots, layout_hash = capture({"model": nn.Linear(2, 2)}, lambda: None)
+        expected.append(draw())
+        files.append(slots)
+        hashes.append(layout_hash)
+    assert expected[0] != expected[1]
+    directory = commit(tmp_path, *files)
+    for rank in range(2):
+        tracked = {"model": nn.Linear(2, 2)}
+        candidate: HotCandidate | DurableCandidate = HotCandidate(files[rank], 0, STEP, hashes[rank], tracked)
+        if tier == "durable":
+            candidate = DurableCandidate(directory, "demo", rank, 2, tracked)
+        candidate.check()
+        candidate.load()
+        assert draw() == expected[rank]
+        files[rank].close()
+    (directory / "rank-00001.json").unlink()
+    with pytest.raises(CheckpointCorrupt, match=r"rank-00001\.json"):
+        DurableCandidate(directory, "demo", 1, 2, {"model": nn.Linear(2, 2)}).check()
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 class Slots:

@@ -156,6 +156,17 @@ def test_the_hot_interval_follows_the_cost_of_a_capture(cost_s: float, every: in
     assert end(world) == 0
 
 
+def test_c34_steps_that_nothing_keeps_are_no_progress() -> None:
+    """Nothing is captured and each start fails at step 30: H stays at 29, further steps are redone, the run stops."""
+    world = run_with(SimFault(kind=SimKind.EXCEPTION, rank=0, step=30, times=0), hot_every=0, save_every=1000)
+    assert end(world) == 93
+    decisions = [record.event for record in of_type(world, RestartDecided)]
+    assert [item.restarts_since_progress for item in decisions if isinstance(item, RestartDecided)] == [1, 2, 3]
+    steps = [record.event for record in of_type(world, StepsCommitted)]
+    assert sum(item.last_step - item.first_step + 1 for item in steps if item.kind == "new") == 29  # type: ignore[attr-defined]  # of_type filters by class
+    assert sum(item.last_step - item.first_step + 1 for item in steps if item.kind == "redone") == 58  # type: ignore[attr-defined]  # of_type filters by class
+
+
 def test_same_seed_gives_the_same_journal() -> None:
     """Byte for byte; another seed gives another one."""
     plan = draw_plan(seeded(5), num_ranks=3, num_steps=40)

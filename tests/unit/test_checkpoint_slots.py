@@ -232,6 +232,23 @@ def test_room_is_refused_beyond_the_hosts_free_memory(tmp_path: Path) -> None:
     memory.check_room(1 << 50, proc=tmp_path / "nothing", cgroups=tmp_path / "cg")
 
 
+def test_room_is_asked_for_all_ranks_before_the_first_has_its_slots() -> None:
+    """One rank's slots would fit, those of all do not: refused before any memory is touched."""
+    with pytest.raises(UserError, match="hot checkpoint slots need"):
+        SlotFile.create(4096, 4096, num_alike=1 << 40)
+    SlotFile.create(4096, 4096, num_alike=2, name="nvrx-test").close()
+
+
+def test_two_slots_take_less_memory_and_say_so() -> None:
+    """The number is in the control page, where every process that maps the file reads it."""
+    two, three = (SlotFile.create(1 << 20, 4096, num_slots=number, name="nvrx-test") for number in (2, 3))
+    assert SlotFile.map(os.dup(two.fd), 1 << 20, 4096).headers() == [None, None]
+    assert three.size_bytes - two.size_bytes == 4096 + (1 << 20) + 4096
+    assert three.size_bytes <= 3 * (1 << 20) * 1.05
+    two.close()
+    three.close()
+
+
 def test_create_refuses_what_cannot_fit() -> None:
     """An absurd size is one clear line, and no memory is touched."""
     with pytest.raises(UserError, match="hot checkpoint slots need"):

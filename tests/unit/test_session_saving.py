@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -35,14 +35,21 @@ class Rank:
         self.clock = ManualClock()
         self.slots: SlotFile | None = None
         self.is_full = False
+        self.num_slots = 3
         process: Any = SimpleNamespace(
             settings=SimpleNamespace(save_every=50),
+            slots=None,
             hot_schedule=HotSchedule(hot_every),
             slots_for=self._slots_for,
             control=SimpleNamespace(
-                clock=self.clock, channel=SimpleNamespace(send_nowait=self._send_nowait), send=self.told.append
+                clock=self.clock,
+                channel=SimpleNamespace(send_nowait=self._send_nowait),
+                send=self.told.append,
+                enter=lambda *_, **__: None,
+                wait_until=self._wait_until,
             ),
         )
+        self.process = process
         tracked = {"model": self.model, "optimizer": self.optimizer, "position": self.position}
         self.saver = HotSaver(process, Capturer(tracked), generation=1, restored_step=0)
 
@@ -71,8 +78,15 @@ class Rank:
         if self.is_full:
             return SimpleNamespace(free_slot=lambda *_, **__: None)
         if self.slots is None or self.slots.data_bytes < data_bytes:
-            self.slots = SlotFile.create(data_bytes, blob_bytes, name="nvrx-test")
+            self.slots = SlotFile.create(data_bytes, blob_bytes, num_slots=self.num_slots, name="nvrx-test")
+            self.process.slots = self.slots
         return self.slots
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """The launcher releases what the writer held; without that the condition must hold already."""
+        if self.slots is not None:
+            self.slots.held_slot = -1
+        assert condition()
 
     def _send_nowait(self, message: wire.Sealed) -> bool:
         if self.has_room:
@@ -230,6 +244,20 @@ def test_the_last_step_is_captured_at_the_end() -> None:
     rank.saver.finish(13)
     rank.saver.finish(13)
     assert [(item.step, item.slot) for item in rank.told] == [(10, 0), (13, 1)]
+    rank.close()
+
+
+def test_the_last_step_waits_for_the_slot_that_the_writer_reads() -> None:
+    """Two slots, one held and one the newest of all ranks: the last step is captured when the writer is done."""
+    rank = Rank()
+    rank.num_slots = 2
+    rank.step()
+    assert [rank.saver.at_boundary(step).slot for step in (1, 2)] == [0, 1]
+    assert rank.slots is not None
+    rank.slots.held_slot, rank.slots.sealed_step = 0, 2
+    assert rank.saver.at_boundary(3).slot == -1
+    rank.saver.finish(3)
+    assert (rank.told[-1].step, rank.told[-1].slot) == (3, 0)
     rank.close()
 
 
