@@ -7,7 +7,7 @@
 
 Only tensors in host memory that a tracked optimizer alone changes are left to `copy`; tensors on a device are
 copied at the boundary as well. A frozen tensor is copied once a slot: only an equal digest of its bytes is
-proof that it did not change, since counters of versions are none (docs/adr/0012). A capture that is cut short
+proof that it did not change, since counters of versions are none (docs/adr/0013). A capture that is cut short
 leaves an unsealed slot, which nothing restores.
 
 Thread safety: `Capturer` in the main thread of the rank; a `Filling` in one thread at a time, beside it.

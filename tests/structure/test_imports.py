@@ -52,6 +52,7 @@ TORCH_MODULES = {
         "export",
         "fit",
         "install",
+        "replicas",
         "restore",
         "rng",
         "save",
