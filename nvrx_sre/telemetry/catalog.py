@@ -271,6 +271,12 @@ ROLLBACK_STEPS = _histogram(
     buckets=ROLLBACK_BUCKETS_STEPS,
 )
 OUTAGE_MAX = _gauge("nvrx_outage_max_seconds", Unit.SECONDS, "Longest outage so far.", _LAYER)
+OUTAGE_LAST = _gauge(
+    "nvrx_outage_last_seconds", Unit.SECONDS, "Outage of the newest incident that recovered; 0 before the first."
+)
+ROLLBACK_LAST = _gauge(
+    "nvrx_rollback_last_steps", Unit.STEPS, "Rollback of the newest incident that recovered; 0 before the first."
+)
 DETECTION_MAX = _gauge(
     "nvrx_detection_max_seconds", Unit.SECONDS, "Longest detection so far.", _label("detector", Detector)
 )

@@ -190,8 +190,10 @@ class RecoverySeries(SeriesPart):
         if event.outage_s is not None:
             self.values.observe(catalog.OUTAGE_SECONDS, event.outage_s, event.trace_id, record.time_ns, (event.layer,))
             self.values.raise_to(catalog.OUTAGE_MAX, event.outage_s, event.layer)
+            self.values.set(catalog.OUTAGE_LAST, event.outage_s)
         if event.verdict in (Verdict.RECOVERED, Verdict.FLAPPING):
             self.values.observe(catalog.ROLLBACK_STEPS, event.rollback_steps, event.trace_id, record.time_ns)
+            self.values.set(catalog.ROLLBACK_LAST, event.rollback_steps)
             self._reset_budgets(keep=(Cap.WINDOW,))
 
     def _on_budget_reset(self, _: Record, __: schema.BudgetReset) -> None:

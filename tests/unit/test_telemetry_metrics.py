@@ -157,6 +157,7 @@ def test_values_of_the_exception_story() -> None:
     assert {key: board.value(*key) for key in expected} == expected
     assert board.value(catalog.TIME_SECONDS, LedgerState.LOST_STEP) == pytest.approx(0.5)
     assert board.value(catalog.WALL_SECONDS) == pytest.approx(15.0)
+    assert board.value(catalog.OUTAGE_LAST) == pytest.approx(2.2)
     assert board.value(catalog.LAST_NEW_STEP) == pytest.approx(ns(14.6) / 1e9)
     assert board.state() == RunState.FINISHED
 
@@ -170,6 +171,7 @@ def test_values_of_the_fallback_story() -> None:
     assert board.value(catalog.CHECKPOINT_STEP, "durable") == 10
     assert board.value(catalog.CHECKPOINT_CAPTURED, "durable") == pytest.approx(ns(12.4) / 1e9)
     assert board.value(catalog.STEPS, "redone") == 15
+    assert board.value(catalog.ROLLBACK_LAST) == 15
     assert board.value(catalog.STEPS, "new") == 26
     assert board.value(catalog.CHECKPOINT_INTERVAL) == pytest.approx(10.0)
     assert board.value(catalog.CHECKPOINT_SATURATION) == pytest.approx(0.02)
