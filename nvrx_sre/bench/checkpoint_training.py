@@ -135,7 +135,9 @@ class Training:
         self._stamps.add("restored", step, start_ns, pid=os.getpid())
 
     def run(self) -> None:
-        """All windows that are not behind us."""
+        """All windows that are not behind us; a run that has ended already only restores."""
+        if self._ctx.step == self._order.windows[-1].last:
+            return
         for window in self._order.windows:
             if self._ctx.step >= window.last:
                 continue

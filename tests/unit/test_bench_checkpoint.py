@@ -181,10 +181,17 @@ def test_the_state_is_about_500_mb_and_windows_are_what_was_asked_for() -> None:
 
 
 def test_an_absent_peer_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sample, and no figure that could be mistaken for one."""
-    monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None)
+    """No sample, and no figure that could be mistaken for one; an installed one is named with its version."""
+
+    def version(name: str) -> str:
+        raise checkpoint.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(checkpoint.importlib.metadata, "version", version)
     row = checkpoint.absent_peer()
     assert row.n == 0 and row.note == "does not run: is not installed"
+    monkeypatch.setattr(checkpoint.importlib.metadata, "version", lambda name: "0.4.1")
+    monkeypatch.setattr(checkpoint, "_PEER_PROBE", "raise RuntimeError('no GPU')")
+    assert checkpoint.absent_peer().note == "does not run: 0.4.1: RuntimeError: no GPU"
 
 
 def test_references_read_and_checksum_what_they_say(tmp_path: Path) -> None:
