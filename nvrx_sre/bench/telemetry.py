@@ -82,7 +82,7 @@ def _send_steps(channel: Channel, num_steps: int, pace_s: float) -> list[float]:
 def _report_step(channel: Channel, step: int, mono_ns: int) -> None:
     """What a rank does for telemetry at a step boundary."""
     context.set_step(step)
-    packet = pack_step(1, step, mono_ns, 0.1 * step, 0.0, 0.0, 0.0, 1024 * step, NO_LOSS, False, -1, False, 0, 0)
+    packet = pack_step(1, step, mono_ns, 0.1 * step, 0.0, 0.0, 0.0, 1024 * step, NO_LOSS, False, -1, False, 0, 0, 0)
     channel.send_packet_nowait(packet)
 
 

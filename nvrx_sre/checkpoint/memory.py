@@ -29,12 +29,28 @@ def check_room(wanted_bytes: int, *, proc: Path = Path("/proc"), cgroups: Path =
                 f"of {directory} leaves {_mib(left_bytes)} (80 % of it, {_mib(used_bytes)} in use): "
                 "raise the limit, use a smaller model, or switch the hot tier off with --hot-every 0"
             )
-    available_bytes = _meminfo_available(proc)
+    available_bytes = _meminfo(proc, "MemAvailable")
     if available_bytes is not None and wanted_bytes > available_bytes:
         raise UserError(
             f"hot checkpoint slots need {_mib(wanted_bytes)} but the host has {_mib(available_bytes)} available: "
             "free memory, or switch the hot tier off with --hot-every 0"
         )
+
+
+def memory_in_force(
+    *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> tuple[int | None, int | None]:
+    """(limit, used) in bytes of the cgroup around this process that has the least left, else of the host.
+
+    Used is without reclaimable page cache. None where it cannot be read.
+    """
+    limited = [(limit_bytes, used_bytes) for _, limit_bytes, used_bytes in _limits(proc, cgroups)]
+    if limited:
+        return min(limited, key=lambda item: item[0] - item[1])
+    total_bytes, available_bytes = _meminfo(proc, "MemTotal"), _meminfo(proc, "MemAvailable")
+    if total_bytes is None or available_bytes is None:
+        return None, None
+    return total_bytes, total_bytes - available_bytes
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[Path, int, int]]:
@@ -84,13 +100,13 @@ def _reclaimable(directory: Path) -> int:
     return sum(values.get(f"total_{name}", values.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
-def _meminfo_available(proc: Path) -> int | None:
+def _meminfo(proc: Path, name: str) -> int | None:
     try:
         lines = (proc / "meminfo").read_text().splitlines()
     except OSError:
         return None
     for line in lines:
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None
 

@@ -72,7 +72,7 @@ class DirectoryStore:
 
     def request_halt(self, run: BrakedRun, reason: str) -> None:
         """What `nvrx-sre halt` writes."""
-        write_json_atomically(RunDirectory(Path(run.directory)).halt, {"reason": reason})
+        write_json_atomically(RunDirectory(Path(run.directory)).halt, {"reason": reason, "by": "brake"})
 
 
 @click.command("brake")

@@ -33,6 +33,7 @@ OPTION_KEYS: dict[str, dict[str, str]] = {
         "summary": "summary",
         "step_deadline": "step_deadline",
         "allow_brake": "allow_brake",
+        "labels": "labels",
     },
     "train": {
         "steps": "steps",
@@ -62,6 +63,7 @@ OPTION_KEYS: dict[str, dict[str, str]] = {
         "tls_cert": "metrics_tls_cert",
         "tls_key": "metrics_tls_key",
         "users": "metrics_users",
+        "ranks": "rank_metrics",
     },
 }
 """Section -> key -> parameter of the command."""

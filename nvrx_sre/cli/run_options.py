@@ -9,6 +9,7 @@ Must not: import torch, or start anything.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import Any
 import click
 
 from nvrx_sre.cli import config_file
+from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.ids import check_run_name, run_name_from
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.faults.plan import load_plan
 from nvrx_sre.launcher.config import ON_BUSY, RunConfig
 from nvrx_sre.telemetry.endpoint import EndpointSecurity
+from nvrx_sre.telemetry.labels import RankMetrics
 
 LIMITS_KEY = "nvrx_sre.limits"
 DEFAULT_RUNS = Path("runs")
@@ -52,6 +55,8 @@ class RunOptions:
     start_fresh: bool
     metrics_security: EndpointSecurity = field(default_factory=EndpointSecurity)
     allow_brake: bool = False
+    rank_metrics: RankMetrics | None = None
+    labels: dict[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = field(default=())
     """What the user should know before the run starts, a line each."""
 
@@ -184,6 +189,18 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         metavar="FILE",
         help="Private file of user:password lines that may scrape.",
     ),
+    click.option(
+        "--rank-metrics",
+        type=click.Choice([str(mode) for mode in RankMetrics]),
+        help="Export each rank, the extremes of all, or none.  [default: all up to 64 ranks, then summary]",
+    ),
+    click.option(
+        "--label",
+        "labels",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="team=TEXT or priority=prod|dev, for alerts; repeatable.",
+    ),
     click.option("--allow-brake", is_flag=True, help="The site's `nvrx-sre brake` may halt this run."),
 )
 
@@ -224,6 +241,8 @@ _SHARED = (
     "metrics_tls_key",
     "metrics_users",
     "allow_brake",
+    "rank_metrics",
+    "labels",
 )
 
 
@@ -259,8 +278,21 @@ def _build(values: dict[str, Any]) -> RunOptions:
             tls_cert=values["metrics_tls_cert"], tls_key=values["metrics_tls_key"], users=values["metrics_users"]
         ),
         allow_brake=values["allow_brake"],
+        rank_metrics=None if values["rank_metrics"] is None else RankMetrics(values["rank_metrics"]),
+        labels=dict(map(_label, values["labels"])),
         notices=tuple(notices),
     )
+
+
+LABEL_VALUES = {"team": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"), "priority": re.compile(r"prod|dev")}
+
+
+def _label(text: str) -> tuple[str, str]:
+    """Name and value of `NAME=VALUE`. Raises `UserError` for another name, or a value that it cannot have."""
+    name, _, value = text.partition("=")
+    if name not in LABEL_VALUES or not LABEL_VALUES[name].fullmatch(value):
+        raise UserError(f"--label {text!r}: use team=TEXT (letters, digits, . _ -, up to 63) or priority=prod|dev")
+    return name, value
 
 
 def _place(name: str | None, run_dir: Path | None) -> tuple[str, Path]:
@@ -311,5 +343,7 @@ def build_run_config(
         start_fresh=options.start_fresh,
         metrics_security=options.metrics_security,
         allow_brake=options.allow_brake,
+        rank_metrics=options.rank_metrics,
+        labels=options.labels,
         linger=options.linger,
     )

@@ -92,7 +92,8 @@ class Step(Message):
     """The rank committed `step`. Times (s) and tokens are cumulative in this generation's step loop.
 
     `slot` is the hot slot that is taking this step (`Sealed` says when it holds it), -1 if it is not captured;
-    `durable` if a durable save of this step is due. `loss` is NaN where the user gave none.
+    `durable` if a durable save of this step is due. `loss` is NaN where the user gave none. `arrived_ns` is when the
+    rank came to the step's first `ctx.mark("collective")`, 0 if it has none.
     """
 
     generation: int
@@ -109,6 +110,7 @@ class Step(Message):
     durable: bool
     captured: int
     skipped: int
+    arrived_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +356,7 @@ class Leave(Message):
 
 MESSAGE_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
 
-_STEP = struct.Struct("=cIQQddddQd?b?QQ")
+_STEP = struct.Struct("=cIQQddddQd?b?QQQ")
 _ALIVE = struct.Struct("=cIQQQ")
 _SEALED = struct.Struct("=cIQbQ")
 _STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvrx_sre.events.channel import Message
-from nvrx_sre.events.schema import Event, RejectReason, Role
+from nvrx_sre.events.schema import Event, HaltReason, RejectReason, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,10 @@ class SignalReceived(Input):
 
 @dataclass(frozen=True, kw_only=True)
 class HaltSeen(Input):
-    """A halt request lies in the run directory."""
+    """A halt request lies in the run directory; `by` an operator or the brake."""
 
     reason: str
+    by: HaltReason = HaltReason.OPERATOR
 
 
 @dataclass(frozen=True, kw_only=True)

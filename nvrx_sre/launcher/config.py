@@ -9,6 +9,7 @@ from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.ids import check_run_name
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.telemetry.endpoint import EndpointSecurity
+from nvrx_sre.telemetry.labels import RankMetrics
 
 ON_BUSY = ("skip", "wait")
 """What a due save does that finds the writer busy."""
@@ -64,6 +65,10 @@ class RunConfig:
     """Signal that carries the interrupt to a rank's main thread: SIGRTMIN + 5 on Linux."""
     linger: bool = False
     """Keep the metrics endpoint after a terminal exit until it was scraped."""
+    rank_metrics: RankMetrics | None = None
+    """How ranks are exported; None: each one up to 64 ranks, their extremes above."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Who owns the run and how much it matters: `team`, `priority` (prod or dev)."""
     allow_brake: bool = False
     """The site's brake may halt this run (`nvrx-sre brake`)."""
 

@@ -152,6 +152,10 @@ class Effects:
         ranks = {} if command.rank is None else rank_environment(command.rank, self._config.nproc)
         return child_environment(self._config.nproc) | ranks | settings.to_environment()
 
+    def rank_of(self, number: int) -> int | None:
+        """Rank that a child holds, None if it has none."""
+        return self._rank_of.get(number)
+
     def forget(self, number: int) -> None:
         """A child is dead and reaped."""
         self.children.pop(number, None)

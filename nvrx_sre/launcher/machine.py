@@ -103,6 +103,10 @@ class Machine:
         """Number of the generation that was opened last, 0 if none ever."""
         return self._job.generation
 
+    def seated(self) -> list[Child]:
+        """The ranks' processes: what was last heard of each, for the metrics."""
+        return self._roster.seated()
+
     @property
     def high_water(self) -> int:
         """H: highest step ever committed."""
@@ -350,7 +354,7 @@ class Machine:
     def _on_halt(self, item: c.HaltSeen, now_ns: int) -> None:
         if self._job.stage is Stage.STOPPING:
             return
-        self._job.emit(HaltRequested(reason=item.reason))
+        self._job.emit(HaltRequested(reason=item.reason, by=item.by))
         self._shutdown.drain(ExitCode.DO_NOT_RESTART, "halted", now_ns)
 
     def _on_stalled(self, item: c.Stalled, now_ns: int) -> None:

@@ -162,6 +162,7 @@ class Generation:
                 world_size=len(seated),
                 go_ns=self._job.wall_ns(self._job.go_ns),
                 pids=[item.pid for item in seated],
+                devices=[self._job.device(item.rank) for item in seated],
             )
         )
 

@@ -8,10 +8,11 @@ a pod refills a retry budget.
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -20,7 +21,7 @@ from nvrx_sre import __version__
 from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock
-from nvrx_sre.core.errors import ExitCode, StorageError, UserError
+from nvrx_sre.core.errors import ExitCode, StorageError, Superseded, UserError
 from nvrx_sre.events.schema import (
     JournalRepaired,
     LauncherStarted,
@@ -34,6 +35,7 @@ from nvrx_sre.events.schema import (
 from nvrx_sre.launcher.braking import BrakeConsent, write_consent
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.effects import parent_environment
+from nvrx_sre.launcher.host import HostSampler
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
 from nvrx_sre.launcher.machine_interval import PROBE_EVERY
 from nvrx_sre.launcher.past import Past, read_past
@@ -41,6 +43,7 @@ from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
+from nvrx_sre.telemetry.node_board import rank_metrics_in_force
 
 Sink = Callable[[Record], None]
 
@@ -64,8 +67,7 @@ def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
     directory = RunDirectory(config.run_dir)
     directory.prepare(config.run, config.config_items)
     epoch = directory.take_epoch()
-    directory.end_leftovers()
-    past = read_past(directory, config.run)
+    past = read_past(directory, config.run, directory.end_leftovers())
     refused = _refusal(directory, past, config)
     if refused:
         return RunReport(
@@ -90,12 +92,15 @@ def _run_epoch(
     telemetry = start_telemetry(config, epoch.number, sinks, clock, is_first_start=is_first_start)
     try:
         telemetry.replay(past.records, past.snapshot)
+        telemetry.board.set_leftovers(past.num_leftovers)
         recorder = Recorder(config, epoch.number, clock, past.folds, telemetry)
         _announce(config, directory, epoch, past, recorder, telemetry)
         machine = Machine(_machine_config(config), past.folds.history, _machine_start(config, past, clock))
         shell = Shell(config, directory, clock, machine, recorder, epoch.number)
         shell.loop_turned = telemetry.loop_turned
-        stop = shell.run()
+        with contextlib.closing(HostSampler(telemetry, directory.path, clock)) as sampler:
+            shell.tell_ranks = sampler.tell_ranks
+            stop = shell.run()
         recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
         telemetry.sync(config.limits.telemetry.exporter_timeout_s)
         summary = telemetry.summary(clock.wall_ns())
@@ -109,6 +114,9 @@ def _run_epoch(
             directory=directory,
             metrics_url=telemetry.metrics_url,
         )
+    except Superseded:
+        telemetry.resign()
+        raise
     finally:
         telemetry.close()
 
@@ -131,6 +139,7 @@ def start_telemetry(
         metrics_security=config.metrics_security,
         environment=parent_environment(),
         sinks=tuple(sinks),
+        rank_metrics=rank_metrics_in_force(config.rank_metrics, config.nproc),
     )
     try:
         return Telemetry(telemetry, clock)
@@ -156,7 +165,11 @@ def _announce(
     for failed, of_generation in interrupted:
         recorder.emit(failed, of_generation)
     started = LauncherStarted(
-        node=epoch.node, pid=epoch.pid, start_ticks=epoch.start_ticks, metrics_port=telemetry.metrics_port
+        node=epoch.node,
+        pid=epoch.pid,
+        start_ticks=epoch.start_ticks,
+        metrics_port=telemetry.metrics_port,
+        pod=pod_name(parent_environment()),
     )
     recorder.emit(started, generation)
     recorder.emit(
@@ -172,6 +185,7 @@ def _announce(
             resumed=is_resumed,
             fresh=config.start_fresh,
             allow_brake=config.allow_brake,
+            labels=config.labels,
         ),
         generation,
     )
@@ -214,6 +228,12 @@ def _write_summary(config: RunConfig, directory: RunDirectory, summary: dict[str
         shutil.copyfile(directory.summary, config.summary)
     except OSError as error:
         raise StorageError(f"cannot write the summary to {config.summary}: {error.strerror}") from error
+
+
+def pod_name(environment: Mapping[str, str]) -> str:
+    """Name of the pod: `POD_NAME` (downward API), else the host's name inside Kubernetes; '' elsewhere."""
+    inside = "KUBERNETES_SERVICE_HOST" in environment
+    return environment.get("POD_NAME") or (environment.get("HOSTNAME", "") if inside else "")
 
 
 def versions() -> dict[str, str]:

@@ -103,10 +103,12 @@ class Past:
     snapshot: journal.Snapshot | None
     records: list[Record]
     repaired_bytes: int
+    num_leftovers: int
+    """Processes of a killed predecessor that were ended."""
     folds: LauncherFolds = field(default_factory=LauncherFolds)
 
 
-def read_past(directory: RunDirectory, run: str) -> Past:
+def read_past(directory: RunDirectory, run: str, num_leftovers: int = 0) -> Past:
     """Repair and read the journal. Raises `UserError` for a journal of a newer version."""
     repaired_bytes = journal.repair(directory.journal)
     folds = LauncherFolds()
@@ -117,4 +119,10 @@ def read_past(directory: RunDirectory, run: str) -> Past:
     records = list(reader)
     for record in records:
         folds.apply(record)
-    return Past(snapshot=reader.snapshot, records=records, repaired_bytes=repaired_bytes, folds=folds)
+    return Past(
+        snapshot=reader.snapshot,
+        records=records,
+        repaired_bytes=repaired_bytes,
+        num_leftovers=num_leftovers,
+        folds=folds,
+    )

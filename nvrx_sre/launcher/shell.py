@@ -14,15 +14,16 @@ import os
 import selectors
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nvrx_sre.core.clock import Clock, seconds, to_ns
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Event, Record, RestartDecided, Role, TelemetryDegraded
+from nvrx_sre.events.schema import Event, HaltReason, Record, RestartDecided, Role, TelemetryDegraded
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.effects import Effects
+from nvrx_sre.launcher.lateness import Lateness
 from nvrx_sre.launcher.machine import Machine
 from nvrx_sre.launcher.oom import OomCounter
 from nvrx_sre.launcher.past import LauncherFolds
@@ -30,6 +31,7 @@ from nvrx_sre.launcher.process import Child
 from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.launcher.signals import SignalPipe
 from nvrx_sre.telemetry.hub import Telemetry
+from nvrx_sre.telemetry.node_board import RankReading
 
 HOUSEKEEPING_S = 0.5
 """Longest sleep of the loop: halt requests are seen within a second, the loop's own heartbeat stays fresh."""
@@ -135,6 +137,9 @@ class Shell:
         self, config: RunConfig, directory: RunDirectory, clock: Clock, machine: Machine, recorder: Recorder, epoch: int
     ) -> None:
         self.loop_turned: Callable[[], None] = lambda: None
+        self.tell_ranks: Callable[[Mapping[int, RankReading], int], None] = lambda _, __: None
+        """Hears, twice a second, of each rank's process and of the bytes of all hot slots."""
+        self._lateness = Lateness()
         self._config = config
         self._directory = directory
         self._clock = clock
@@ -281,7 +286,14 @@ class Shell:
                     self._selector.unregister(child.channel)
                 return
             self._note_injection(child, received[0])
+            self._note_arrival(child, received[0])
             self._inputs.append(c.FromChild(child=child.number, message=received[0]))
+
+    def _note_arrival(self, child: Child, message: wire.Message) -> None:
+        rank = self.effects.rank_of(child.number)
+        if isinstance(message, wire.Step) and rank is not None:
+            world_size = self._config.nproc
+            self._lateness.report(message.generation, world_size, rank, message.step, message.arrived_ns)
 
     def _note_injection(self, child: Child, message: wire.Message) -> None:
         """A planned `oom_kill` cannot make the kernel strike: its announcement stands for the kernel's counter."""
@@ -289,6 +301,20 @@ class Shell:
             if message.spec.startswith("oom_kill@"):
                 self._injected_oom.add(child.number)
             self._is_to_die |= message.spec.startswith("launcher_kill@")
+
+    def _tell_ranks(self) -> None:
+        """What was last heard of each rank's process, and what the hot slots take, for the metrics."""
+        readings = {
+            child.rank: RankReading(
+                pid=child.pid,
+                heard_ns=self._clock.to_wall_ns(child.heard_ns),
+                step=child.step,
+                lateness_s=self._lateness.of(child.rank),
+            )
+            for child in self._machine.seated()
+            if child.rank is not None and child.number in self._registered and child.heard_ns
+        }
+        self.tell_ranks(readings, sum(file.size_bytes for file in self.effects.slots.files().values()))
 
     def _handle_death(self, child: Child) -> None:
         self._registered.discard(child.number)
@@ -317,8 +343,10 @@ class Shell:
         self.effects.retry()
         self._recorder.note_channel(self.effects.num_unsent, self._num_bad_packets)
         self._recorder.note_degradation(self._machine.generation)
+        self._tell_ranks()
         if not self._halt_told and self._directory.halt.exists():
             self._halt_told = True
             value = read_json(self._directory.halt)
-            reason = str(value.get("reason", "")) if isinstance(value, dict) else "unreadable halt request"
-            self._inputs.append(c.HaltSeen(reason=reason))
+            value = value if isinstance(value, dict) else {"reason": "unreadable halt request"}
+            by = HaltReason.BRAKE if value.get("by") == HaltReason.BRAKE else HaltReason.OPERATOR
+            self._inputs.append(c.HaltSeen(reason=str(value.get("reason", "")), by=by))

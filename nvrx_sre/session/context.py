@@ -58,6 +58,7 @@ class Context:
         self._times: StepTimes | None = None
         self._saver: HotSaver | None = None
         self._tokens = 0
+        self._arrived_ns = 0
         self._results: dict[str, Any] = {}
         self._restored_step = 0
         self._injector: Injector | None = None
@@ -231,7 +232,9 @@ class Context:
             durable,
             saver.num_captured,
             saver.num_skipped,
+            self._arrived_ns,
         )
+        self._arrived_ns = 0
         control.channel.send_packet_nowait(packet)
 
     @contextlib.contextmanager
@@ -250,8 +253,13 @@ class Context:
             self._control.enter(Phase.STEP, tell=False)
 
     def mark(self, point: str) -> None:
-        """A named point inside a step: evidence of progress, and where planned faults fire."""
+        """A named point inside a step: evidence of progress, and where planned faults fire.
+
+        `collective`, before the step's first collective, also tells which rank the others wait for.
+        """
         self._inject(point)
+        if point == "collective" and not self._arrived_ns:
+            self._arrived_ns = self._control.clock.monotonic_ns()
         self._control.progress += 1
 
     def tick(self) -> None:

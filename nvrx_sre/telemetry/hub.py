@@ -180,6 +180,7 @@ class Telemetry:
         """
         record = self.boundary.call(Component.FOLD, self.redactor.record, record) or blanked(record)
         self.boundary.call(Component.JOURNAL, self.journal.append, record)
+        self.boundary.call(Component.NODE, self.board.apply, record.event)
         pending, self._pending = self._pending, []
         follow_ups = pending + self._fold(record)
         if not follow_ups and (self.journal.is_full or self._rotation_due):

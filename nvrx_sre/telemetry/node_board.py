@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nvrx_sre.core.clock import seconds
+from nvrx_sre.events.schema import Event, GenerationFormed, LauncherStarted
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.labels import MemoryKind, RankMetrics, SpaceKind
 from nvrx_sre.telemetry.metric import Bound, Metric
+from nvrx_sre.telemetry.series_recovery import gpu_of, node_of
 from nvrx_sre.telemetry.values import Values
 
 SUMMARY_ABOVE_RANKS = 64
@@ -78,6 +80,8 @@ class NodeBoard:
         self._memory: Mapping[int, int] = {}
         self._places: dict[int, RankPlace] = {}
         self._num_leftovers = 0
+        self._node = ""
+        self._pod = UNKNOWN
 
     def set_host(self, reading: HostReading, memory_bytes: Mapping[int, int]) -> None:
         """A new sample of the node; `memory_bytes` by pid."""
@@ -90,10 +94,18 @@ class NodeBoard:
         with self._lock:
             self._ranks = dict(readings)
 
-    def set_places(self, places: Mapping[int, RankPlace]) -> None:
-        """Where the ranks of this node run in the newest generation."""
-        with self._lock:
-            self._places = dict(places)
+    def apply(self, event: Event) -> None:
+        """A live event: who this node is, and where the ranks of the newest generation run."""
+        if isinstance(event, LauncherStarted):
+            self._node, self._pod = event.node, event.pod or UNKNOWN
+        elif isinstance(event, GenerationFormed):
+            places = {
+                rank: RankPlace(node=node_of(device), gpu_uuid=gpu_of(device) or UNKNOWN, pod=self._pod)
+                for rank, device in enumerate(event.devices)
+                if node_of(device) == self._node
+            }
+            with self._lock:
+                self._places = places
 
     def set_leftovers(self, count: int) -> None:
         """Processes of a killed predecessor that were ended at the start."""
