@@ -34,6 +34,7 @@ from nvrx_sre.checkpoint.install import SmallState, Targets, check_resharding, i
 from nvrx_sre.checkpoint.layout import Layout
 from nvrx_sre.checkpoint.manifest import Manifest
 from nvrx_sre.checkpoint.reading import CheckpointFiles, Place
+from nvrx_sre.checkpoint.replicas import replica_names
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import CheckpointCorrupt, UserError
 from nvrx_sre.events.schema import RejectReason
@@ -90,6 +91,14 @@ class HotCandidate:
                 _local(tensor).copy_(self._sources[key])
         self.values = install(self._tracked, self._targets, self._small)
 
+    def replicas(self) -> dict[str, str]:
+        """Digests of what other ranks must hold as well, by the name it has on all of them. Only after `check`."""
+        return {
+            name: xxhash.xxh3_64_hexdigest(self._sources[fqn].reshape(-1).view(torch.uint8).numpy().data)
+            for name, fqn in replica_names(self._tracked).items()
+            if self._sources[fqn].numel()
+        }
+
     def _header(self) -> SlotHeader:
         if self._slot_file is None:
             raise self._corrupt(RejectReason.UNREADABLE, "this rank has no hot slots")
@@ -145,6 +154,10 @@ class DurableCandidate:
         self._plan.copy()
         self._files.release()
         self.values = install(self._tracked, self._targets, self._small)
+
+    def replicas(self) -> dict[str, str]:
+        """Nothing to compare: what is common to ranks is stored once and read by all."""
+        return {}
 
     def _check_fit(self, visible: Mapping[str, StoredTensor]) -> None:
         assert self._small is not None
@@ -283,7 +296,7 @@ def _memory(tensor: torch.Tensor | None, size_bytes: int) -> memoryview | None:
     local = _local(tensor)
     if not local.is_cpu or not local.is_contiguous() or local.numel() * local.element_size() != size_bytes:
         return None
-    return memoryview(local.reshape(-1).view(torch.uint8).numpy()) if size_bytes else None
+    return local.reshape(-1).view(torch.uint8).numpy().data if size_bytes else None
 
 
 def _check_sharding(tracked: Mapping[str, object], layout: Layout) -> None:

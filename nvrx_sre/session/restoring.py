@@ -1,13 +1,17 @@
 """All ranks agree on one state and load it, or none does.
 
 The launcher lists candidates, best first, the same steps for every rank. For each candidate every rank checks
-its own part without touching the model; the verdicts are reduced with MIN; only a candidate that is good
-everywhere is loaded. So no rank can end up on another step than its peers, and a rejected candidate is
-rejected by all. Collective; blocks for as long as the slowest check.
+its own part without touching the model; the verdicts are reduced with MIN; what ranks hold copies of is
+compared; only a candidate that is good everywhere is loaded. So no rank can end up on another step than its peers,
+and a rejected candidate is rejected by all.
+
+A shared file system may show a new checkpoint to one rank later than to another: what is not there yet is waited
+for, with a bound. Collective; blocks for as long as the slowest check.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,11 +19,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from nvrx_sre.checkpoint.replicas import differing
 from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate
+from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import CheckpointCorrupt, NothingRestorable
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import RejectReason, RestoredFrom, Tier
 from nvrx_sre.session.process import RankProcess
+
+VISIBLE_WITHIN_S = 60.0
+"""The longest that NFS by default answers from a directory's cached attributes (acdirmax in nfs(5)). Only a checkpoint
+that the launcher has just seen whole is waited for."""
+_LOOK_AGAIN_S = 0.25
+_NOT_THERE = frozenset({RejectReason.NO_COMMIT_MARKER, RejectReason.MISSING_FILE})
 
 
 class Candidate(Protocol):
@@ -27,6 +39,9 @@ class Candidate(Protocol):
 
     def check(self) -> None:
         """Raise `CheckpointCorrupt` if this rank's part is unusable."""
+
+    def replicas(self) -> dict[str, str]:
+        """Digests of what other ranks must hold as well, by name."""
 
     def load(self) -> None:
         """Copy the state into the tracked objects."""
@@ -49,9 +64,11 @@ class Restorer:
         for entry in self._go.candidates:
             candidate = self._candidate(entry, tracked)
             problem = self._check(candidate)
-            if self._all_agree(int(entry["step"]), problem is None):
-                candidate.load()
-                return int(entry["step"]), RestoredFrom(str(entry["tier"]))
+            if self._all_agree(entry, problem is None):
+                problem = self._compare(candidate, entry)
+                if problem is None:
+                    candidate.load()
+                    return int(entry["step"]), RestoredFrom(str(entry["tier"]))
             self._reject(entry, problem)
         if self._go.require_restore:
             raise NothingRestorable(
@@ -68,19 +85,40 @@ class Restorer:
         directory = Path(self._process.settings.run_dir) / "checkpoints" / str(entry["directory"])
         return DurableCandidate(directory, self._process.settings.run, self._rank, self._go.world_size, tracked)
 
-    @staticmethod
-    def _check(candidate: Candidate) -> CheckpointCorrupt | None:
-        try:
-            candidate.check()
-        except CheckpointCorrupt as error:
-            return error
-        return None
+    def _check(self, candidate: Candidate) -> CheckpointCorrupt | None:
+        """What is wrong with this rank's part, None if nothing is."""
+        clock, never = self._process.control.clock, threading.Event()
+        started_ns = clock.monotonic_ns()
+        while True:
+            try:
+                candidate.check()
+                return None
+            except CheckpointCorrupt as error:
+                waited_s = seconds(clock.monotonic_ns() - started_ns)
+                if error.reason not in _NOT_THERE or waited_s >= VISIBLE_WITHIN_S:
+                    return error
+            # Another node's file system has no event to wait on.
+            never.wait(_LOOK_AGAIN_S)
 
-    def _all_agree(self, step: int, good: bool) -> bool:
-        verdict = torch.tensor([step, -step, int(good)], dtype=torch.int64, device=self._device)
+    def _all_agree(self, entry: dict[str, Any], good: bool) -> bool:
+        step, generation = int(entry["step"]), int(entry["generation"])
+        mine = [step, -step, generation, -generation, int(good)]
+        verdict = torch.tensor(mine, dtype=torch.int64, device=self._device)
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-        low, high, ok = verdict.tolist()
-        return bool(low == -high == step and ok == 1)
+        return bool(verdict.tolist() == [*mine[:4], 1])
+
+    def _compare(self, candidate: Candidate, entry: dict[str, Any]) -> CheckpointCorrupt | None:
+        """The same verdict on every rank: None unless copies of one tensor differ."""
+        mine = candidate.replicas()
+        some = torch.tensor([len(mine)], device=self._device)
+        dist.all_reduce(some, op=dist.ReduceOp.MAX)
+        if not some.item():
+            return None
+        found: list[Any] = [None] * self._go.world_size
+        dist.all_gather_object(found, mine)
+        what = differing(found)
+        message = f"{entry['tier']} state of step {entry['step']} is not usable: {what}"
+        return CheckpointCorrupt(message, reason=RejectReason.DIGEST.value) if what else None
 
     def _reject(self, entry: dict[str, Any], problem: CheckpointCorrupt | None) -> None:
         if problem is None:

@@ -13,6 +13,7 @@ against mistakes, not against tampering.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,12 @@ class Progress:
         self.samples_sum = int(state["samples_sum"], 16)
         self.last_loss = state["last_loss"]
         self.evaluation_loss = state["evaluation_loss"]
+
+    def load_resharded(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> None:
+        """Take over from the ranks of another world: losses are common to all, sample sums go to rank 0."""
+        self.load_state_dict(states[0])
+        total = sum(int(state["samples_sum"], 16) for state in states) & _MASK64
+        self.samples_sum = total if rank == 0 else 0
 
 
 def combined_samples_digest(progress: Progress, device: torch.device) -> str:
