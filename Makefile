@@ -8,7 +8,7 @@ RUN_DIR ?= runs/demo
 FAULTS ?= 30
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo check test test-slow soak screenshots bench generate clean
+.PHONY: help setup demo check test test-slow live soak screenshots bench generate clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
@@ -33,6 +33,10 @@ test: check ## the fast gates, then all tests but the slow ones
 test-slow: setup ## the slow tests: long runs of real processes
 	@scripts/test-tools.sh
 	@$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+
+live: setup ## faulted runs, a real Prometheus and Alertmanager, and who is told what
+	@scripts/test-tools.sh
+	@$(BIN)/python -m pytest -q tests/live $(PYTEST_ARGS)
 
 soak: setup ## all tests three times in different orders
 	@scripts/test-tools.sh

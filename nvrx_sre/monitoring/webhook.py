@@ -34,6 +34,8 @@ class Notification:
     """`firing` or `resolved`."""
     alerts: tuple[dict[str, Any], ...]
     """Alerts of the group as sent: status, labels, annotations, startsAt, endsAt."""
+    body: dict[str, Any]
+    """The whole message, which is what templates are rendered from."""
 
     def names(self, status: str = "firing") -> list[str]:
         """Names of the alerts with `status`, sorted."""
@@ -52,7 +54,7 @@ def parse_notification(body: bytes) -> Notification:
         for item in alerts:
             if not _is_alert(item):
                 raise ValueError("an alert without name or status, or with labels that are no text")
-        return Notification(receiver=str(value["receiver"]), status=str(value["status"]), alerts=alerts)
+        return Notification(receiver=str(value["receiver"]), status=str(value["status"]), alerts=alerts, body=value)
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not an Alertmanager notification: {error}") from error
 

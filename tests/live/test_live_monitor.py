@@ -1,0 +1,82 @@
+"""`nvrx-sre monitor` as a process of its own: it finds the run, says what fires, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nvrx_sre.events.schema import FaultClass
+from nvrx_sre.monitoring import query
+from tests.integration import launched
+from tests.live.live_site import HERE
+from tests.live.told import LiveRun, PolicyStory
+
+pytestmark = pytest.mark.live
+
+_SERVERS = re.compile(r"Prometheus at (\S+) and Alertmanager at (\S+)")
+
+
+def read_until(popen: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Block until a line of the output fits; a command that ends before has failed."""
+    assert popen.stdout is not None
+    lines = []
+    for line in popen.stdout:
+        lines.append(line)
+        match = re.search(pattern, line)
+        if match is not None:
+            return match
+    raise AssertionError(f"no line like {pattern!r} in:\n{''.join(lines)}")
+
+
+def halted_run(root: Path) -> LiveRun:
+    """A told run that trains, at the place where a launcher of this process would have put it."""
+    run = LiveRun("demo", story=PolicyStory())
+    run.at_s = run.train()
+    run.tell()
+    directory = root / "demo"
+    directory.mkdir(parents=True)
+    (directory / "run.json").write_text(json.dumps({"run": "demo", "config": {}}))
+    where = {"url": run.server.url, "pid": os.getpid(), "run": "demo"}
+    (directory / "metrics.json").write_text(json.dumps(where))
+    return run
+
+
+def test_monitor_says_what_fires_and_leaves_nothing_behind(tmp_path: Path, now: float) -> None:
+    """A run that appears is watched, its halt is told in a line, SIGTERM ends everything with exit 0."""
+    root, scratch = tmp_path / "runs", tmp_path / "scratch"
+    root.mkdir()
+    scratch.mkdir()
+    arguments = ["monitor", "--root", str(root), "--scrape-interval", "0.5", "--values", str(HERE / "values.yaml")]
+    popen = launched.start(arguments, TMPDIR=str(scratch))
+    servers = read_until(popen, _SERVERS.pattern)
+    read_until(popen, "watching no run yet")
+    children = psutil.Process(popen.pid).children(recursive=True)
+    run = halted_run(root)
+    try:
+        read_until(popen, rf"watching demo \({re.escape(run.server.url)}\)")
+        assert run.server.wait_for_scrapes(2, 60.0)
+        for _ in range(2):
+            run.at_s = run.fail(run.at_s, FaultClass.EXCEPTION)
+        run.story.fault(run.at_s + 0.2, run.at_s + 0.3, FaultClass.EXCEPTION, 1)
+        run.story.finish(run.at_s + 0.5, exit_code=93)
+        run.tell()
+        fired = read_until(popen, "^firing critical NvrxRunHalted namespace=runs run=demo: ")
+        assert "Run demo is halted" in fired.string
+    finally:
+        run.server.close()
+        popen.send_signal(signal.SIGTERM)
+    output, _ = popen.communicate(timeout=60)
+    assert (popen.returncode, output.splitlines()[-1]) == (0, "stopped"), output
+    assert len(children) >= 2
+    assert not any(child.is_running() for child in children)
+    assert list(scratch.iterdir()) == []
+    for url in servers.groups():
+        with pytest.raises(query.QueryError):
+            query.http_get(f"{url}/-/ready")
