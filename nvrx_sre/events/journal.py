@@ -88,8 +88,9 @@ class JournalWriter:
 
     @property
     def is_full(self) -> bool:
-        """The segment has reached its size: its owner should `rotate`."""
-        return self._segment_bytes > self._limits.journal_segment_bytes and not self._rotating
+        """The segment has reached its size, or segments their number: the owner should `rotate`."""
+        is_large = self._segment_bytes > self._limits.journal_segment_bytes
+        return (is_large or self.num_segments > self._limits.journal_segments) and not self._rotating
 
     def rotate(self, snapshot: Snapshot) -> None:
         """Begin a new segment with `snapshot`, which holds everything appended so far. Never blocks."""
