@@ -2,7 +2,7 @@
 
 Cases
     blocked       seconds that the training loop waits for one durable save; beside it the inflation of the following
-                  steps, and whether the save was committed although a rank was killed 50 ms after the hand-over
+                  steps, and whether a save was committed although a rank was killed 50 ms after the next optimizer step
     efficiency R  steps x median step without saving / wall, where a write takes R times the compute between saves,
                   throttled; beside it freshness and the share of possible commits. Ours alone: only it can throttle
     restore       from a warm slot, in a fresh process, from the disk; beside it plain copies, disk read, checksum
@@ -158,9 +158,14 @@ class Benchmark:
         return self._train(NOTHING, _Plan(windows=((NEVER, 4),), pause_steps=6)).base.step_s
 
     def _blocked_plan(self, pause_steps: int) -> _Plan:
+        """Saves to measure; then, when the last of them is done, one more whose rank is killed."""
         interval = reading.FOLLOWING + 1
-        kill_step = interval * (self._config.num_saves + 1)
-        return _Plan(windows=((interval, kill_step + interval),), pause_steps=pause_steps, kill_step=kill_step)
+        measured_steps = interval * self._config.num_saves + reading.FOLLOWING
+        return _Plan(
+            windows=((interval, measured_steps), (interval, interval + 3)),
+            pause_steps=pause_steps,
+            kill_step=measured_steps + interval,
+        )
 
     def _ours_blocked(self, step_s: float) -> list[Row]:
         self._say(f"blocked: {OURS}")

@@ -34,7 +34,7 @@ from nvrx_sre.events.schema import (
 )
 
 KILL_AFTER_S = 0.05
-"""From the hand-over of a save to the SIGKILL (seconds)."""
+"""From the hand-over of a save, at the latest the next optimizer step, to the SIGKILL (seconds)."""
 FOLLOWING = 4
 """Steps after a save that count as its inflation; the state of the benchmark is written in about as many."""
 QUIET_S = 0.3
@@ -296,8 +296,9 @@ def memory_of(samples: Sequence[MemorySample], pids: dict[Role, set[int]], first
         raise InternalError("the benchmark's run took no sample of memory before or after its first save")
 
     def growth(role: Role) -> int:
-        idle = _sum_of(before[-1], pids[role])
-        return max(0, max(_sum_of(sample, pids[role]) for sample in after) - idle)
+        # Peaks on both sides: within a step a rank's memory rises and falls by its gathered parameters.
+        peak, without = (max(_sum_of(sample, pids[role]) for sample in side) for side in (after, before))
+        return max(0, peak - without)
 
     return Memory(
         slot_bytes=max(sample.slot_bytes for sample in samples),

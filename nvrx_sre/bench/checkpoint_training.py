@@ -61,7 +61,7 @@ class Order:
     pause_steps: int
     """Steps without commit before each window and after the last."""
     kill_step: int
-    """The last rank kills itself shortly after the boundary of this step; 0 for never."""
+    """The last rank kills itself shortly after the optimizer step that follows this step's save; 0 for never."""
     copies: bool
     """Also measure plain copies of a rank's state."""
 
@@ -161,6 +161,7 @@ class Training:
         is_due = (step - window.first + 1) % window.interval == 0
         start_ns = stamps.now_ns()
         optimizer_ns = self._compute()
+        self._kill_if_planned(step)
         boundary_start_ns = stamps.now_ns()
         if is_due:
             ctx.save()
@@ -169,7 +170,11 @@ class Training:
             self.saver.save(step)
         boundary_ns = stamps.now_ns() - boundary_start_ns
         stamps.add("step", step, start_ns, optimizer_ns=optimizer_ns, boundary_ns=boundary_ns, due=int(is_due))
-        if step == self._order.kill_step and ctx.rank == ctx.world_size - 1 and not stamps.was_killed:
+
+    def _kill_if_planned(self, step: int) -> None:
+        """By now every contestant has taken the state, or it would hold values of the next step."""
+        ctx, stamps, kill_step = self._ctx, self._stamps, self._order.kill_step
+        if kill_step and step == kill_step + 1 and ctx.rank == ctx.world_size - 1 and not stamps.was_killed:
             stamps.add("kill", step, stamps.now_ns())
             threading.Thread(target=_kill_soon, daemon=True).start()
 

@@ -149,11 +149,11 @@ def test_memory_is_slots_and_what_grew_since_before_the_first_save() -> None:
         return MemorySample(at_ns=at(second), anonymous_bytes={1: rank, 2: writer, 3: 10_000}, slot_bytes=slots)
 
     pids = {Role.WORKER: {1}, Role.WRITER: {2}, Role.STANDBY: set()}
-    samples = [sample(1, 100, 50, 0), sample(3, 120, 80, 300), sample(4, 110, 60, 300)]
+    samples = [sample(0, 100, 50, 0), sample(1, 90, 50, 0), sample(3, 120, 80, 300), sample(4, 110, 60, 300)]
     used = reading.memory_of(samples, pids, at(2))
     assert (used.slot_bytes, used.rank_bytes, used.writer_bytes, used.total_bytes) == (300, 20, 30, 350)
     with pytest.raises(InternalError, match="no sample"):
-        reading.memory_of(samples[1:], pids, at(2))
+        reading.memory_of(samples[2:], pids, at(2))
 
 
 def test_stamps_are_read_back_and_a_silent_rank_is_an_error(tmp_path: Path) -> None:
