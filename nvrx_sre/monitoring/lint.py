@@ -9,6 +9,7 @@ Pure apart from parsing. Must not: be imported by a command that has to run with
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import promql_parser
 
 from nvrx_sre.monitoring.alerts import RecordingRule
+from nvrx_sre.monitoring.alerts_kubernetes import KUBERNETES_SERIES
 from nvrx_sre.monitoring.dashboard_ranks import DCGM_SERIES
 from nvrx_sre.monitoring.dashboard_telemetry import SCRAPE_SERIES
 from nvrx_sre.telemetry import catalog
@@ -26,7 +28,7 @@ TARGET_LABELS = ("job", "instance")
 """Labels that Prometheus adds; a matcher on them is never wrong, but nothing of ours needs one."""
 COUNTER_FUNCTIONS = ("rate", "increase", "irate", "resets")
 GAUGE_FUNCTIONS = ("delta", "deriv", "idelta", "changes", "predict_linear", "holt_winters")
-FOREIGN_SERIES = ("ALERTS", "ALERTS_FOR_STATE", "up", *SCRAPE_SERIES, *DCGM_SERIES)
+FOREIGN_SERIES = ("ALERTS", "ALERTS_FOR_STATE", "up", *SCRAPE_SERIES, *DCGM_SERIES, *KUBERNETES_SERIES)
 """Of Prometheus and of other exporters: not in our catalog, and not checked further."""
 
 
@@ -50,7 +52,7 @@ def known_series(recordings: Iterable[RecordingRule], key: tuple[str, ...]) -> K
             types[name] = metric.type
             labels[name] = {label.name: label.values for label in (*metric.labels, *more)}
     for rule in recordings:
-        types[rule.name] = MetricType.GAUGE
+        types[rule.name] = MetricType.COUNTER if rule.cumulative else MetricType.GAUGE
         labels[rule.name] = {label.name: label.values for label in rule.metric.labels if label.name in rule.labels}
     return Known(types=types, labels=labels, key=key)
 
@@ -69,7 +71,7 @@ def query_problems(expression: str, known: Known) -> list[str]:
     def visit(node: Any) -> bool:
         if isinstance(node, promql_parser.VectorSelector):
             found.extend(_selector_problems(node, known))
-            available.update(known.labels.get(node.name or "", {}))
+            available.update(known.labels.get(node.name or "", KUBERNETES_SERIES.get(node.name or "", ())))
         elif isinstance(node, promql_parser.Call):
             found.extend(_call_problems(node, known))
         available.update(_made_labels(node))
@@ -164,7 +166,8 @@ def _alert_problems(rule: dict[str, Any]) -> list[str]:
     found = [f"{name}: no {key}" for key in wanted if not annotations.get(key)]
     if not name.startswith("Nvrx"):
         found.append(f"{name}: alerts are called Nvrx<Symptom>")
-    if rule.get("labels", {}).get("severity") not in ("critical", "warning", "info"):
+    severities = re.sub(r"\{\{.*?\}\}", " ", rule.get("labels", {}).get("severity", "")).split()
+    if not severities or not set(severities) <= {"critical", "warning", "info"}:
         found.append(f"{name}: severity is not critical, warning or info")
     if not str(annotations.get("runbook_url", "")).endswith(f"/{name}.md"):
         found.append(f"{name}: runbook_url does not lead to {name}.md")

@@ -9,6 +9,7 @@ Blocking: a process of at most `TIMEOUT_S`. Thread safety: no state.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import tempfile
@@ -17,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.monitoring.promql import duration
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,8 @@ class Series:
     """One input series: labels (with `__name__`) and its value at a time in seconds."""
 
     labels: Mapping[str, str]
-    value: Callable[[float], float | None]
+    value: Callable[[float], float | None] | float
+    """At a time; a number where it never changes and is always there."""
 
     def selector(self) -> str:
         inner = ",".join(f'{key}="{item}"' for key, item in self.labels.items() if key != "__name__")
@@ -44,6 +44,8 @@ class Expectation:
     at_s: float
     alert: str
     firing: tuple[Mapping[str, str], ...]
+    unsettled: tuple[str, ...] = ()
+    """Runs that are not looked at here: their alert may or may not fire yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +74,10 @@ def find_promtool() -> str:
     return found
 
 
-def samples(value: Callable[[float], float | None], until_s: float, interval_s: float) -> str:
+def samples(value: Callable[[float], float | None] | float, until_s: float, interval_s: float) -> str:
     """promtool's notation of `value` at each scrape; the first gap after a sample is a stale marker."""
+    if isinstance(value, float | int):
+        return f"{float(value)!r}x{int(until_s // interval_s)}"
     written: list[str] = []
     present = False
     for index in range(int(until_s // interval_s) + 1):
@@ -96,13 +100,18 @@ def to_group(case: Case, interval_s: float, key: Sequence[str]) -> dict[str, Any
         ],
         "promql_expr_test": [
             {
-                "expr": f'max by ({by}) (ALERTS{{alertname="{item.alert}",alertstate="firing"}})',
+                "expr": f"max by ({by}) (ALERTS{{{_matchers(item)}}})",
                 "eval_time": duration(item.at_s),
                 "exp_samples": [{"labels": _labels(labels), "value": 1} for labels in item.firing],
             }
             for item in case.expectations
         ],
     }
+
+
+def _matchers(item: Expectation) -> str:
+    unsettled = f',run!~"{"|".join(item.unsettled)}"' if item.unsettled else ""
+    return f'alertname="{item.alert}",alertstate="firing"{unsettled}'
 
 
 def _labels(labels: Mapping[str, str]) -> str:
@@ -119,7 +128,8 @@ def run(rules: str, cases: Sequence[Case], interval_s: float, key: Sequence[str]
             "evaluation_interval": duration(interval_s),
             "tests": [to_group(case, interval_s, key) for case in cases],
         }
-        (directory / "tests.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        # JSON is YAML, and written in a hundredth of the time
+        (directory / "tests.yaml").write_text(json.dumps(document), encoding="utf-8")
         return _call(["test", "rules", "tests.yaml"], directory)
 
 

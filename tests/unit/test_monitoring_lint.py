@@ -74,12 +74,16 @@ def test_an_alert_that_lacks_something_is_found(change: object, word: str) -> No
 
 def test_alerts_and_runbooks_are_compared_both_ways() -> None:
     """A missing page and a page without an alert are both findings."""
-    found = lint.rules_problems(rules_document(VALUES), KNOWN, [NAMES[0], "NvrxNothing"])
-    assert found == [f"alert {NAMES[1]} has no runbook", "runbook NvrxNothing has no alert"]
+    pages = [*sorted(set(NAMES) - {"NvrxRunHalted"}), "NvrxNothing"]
+    found = lint.rules_problems(rules_document(VALUES), KNOWN, pages)
+    assert found == ["alert NvrxRunHalted has no runbook", "runbook NvrxNothing has no alert"]
 
 
 def test_an_incomplete_runbook_is_found() -> None:
     """Title, head rows, sections in order, at least one command."""
     found = runbooks.problems("NvrxNothing", "# Other\n\n## Impact\n\n## Meaning\n")
-    assert len(found) == 1 + len(runbooks.HEAD) + 2
+    words = ["first line is not", "the head is []", "sections are ['Impact', 'Meaning']", "'Impact' is empty"]
+    words += ["'Meaning' is empty", "no shell command", "no amtool line"]
+    assert len(found) == len(words)
+    assert all(word in line for word, line in zip(words, found, strict=True))
     assert found[0] == "NvrxNothing: the first line is not '# NvrxNothing'"

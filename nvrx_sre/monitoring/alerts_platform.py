@@ -1,0 +1,185 @@
+"""Alerts on what the run stands on: its launcher, its node, its storage, and the monitoring itself.
+
+Model: a run that vanished is told from one that ended by its newest known state, and from a missed scrape by a window;
+nothing asks `up`, whose labels know no run, or `absent`, which loses them (failure cases C67, C71). A launcher that
+answers but does not turn is told by its own heartbeat.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from nvrx_sre.monitoring.promql import duration, number
+from nvrx_sre.monitoring.recordings import (
+    MAX_EXPECTED,
+    MAX_SETTLED,
+    MAX_SKEW,
+    MEMORY_PRESSURE,
+    MIN_FREE,
+    MIN_FREE_RATIO,
+    Readings,
+)
+from nvrx_sre.monitoring.rule import UNKNOWN_LABEL, AlertRule
+from nvrx_sre.telemetry import catalog
+
+
+def platform_alerts(read: Readings) -> list[AlertRule]:
+    """Pages first, then tickets, the dead man's switch last."""
+    return [
+        _target_missing(read),
+        _launcher_stuck(read),
+        _host_memory_pressure(read),
+        _storage_near_full(read),
+        _telemetry_dropping(read),
+        _clock_skew(read),
+        _catalog_mismatch(read),
+        _watchdog(read),
+    ]
+
+
+def _target_missing(read: Readings) -> AlertRule:
+    limit_s, memory = read.values.target_missing_s, duration(read.values.missing_memory_s)
+    loop = f"last_over_time({read.of(catalog.LAUNCHER_LOOP)}[{memory}])"
+    expected, settled = (f"last_over_time({name}[{memory}])" for name in (MAX_EXPECTED, MAX_SETTLED))
+    return AlertRule(
+        name="NvrxTargetMissing",
+        verdict="not known: it does not answer",
+        severity="critical",
+        expr=f"(time() - {loop}) > {number(limit_s)}\nand {read.on}\n({expected} > {read.on} {settled})\n"
+        f"unless {read.on}\n({read.answers(limit_s)})",
+        meaning="A run that has not ended does not answer: its launcher, pod, node or network is gone.",
+        clears="When the run answers again, when its end is known, or after `missing_memory_s`.",
+        summary="Run {{ $labels.run }} has not answered for {{ $value | humanizeDuration }}.",
+        description=(
+            "The launcher's metrics cannot be scraped, and it did not say that it ended. Whether it trains is not "
+            "known. `nvrx-sre runbook NvrxTargetMissing` says how to find out."
+        ),
+    )
+
+
+def _launcher_stuck(read: Readings) -> AlertRule:
+    window_s = read.values.launcher_stuck_window_s
+    loop = read.of(catalog.LAUNCHER_LOOP)
+    limit = read.top(catalog.LIMIT, limit="telemetry.loop_unhealthy_s")
+    return AlertRule(
+        name="NvrxLauncherStuck",
+        verdict="training is not watched",
+        severity="critical",
+        expr=f"(time() - {loop})\n> {read.on}\n{number(read.values.launcher_stuck_ratio)} * {limit}\n"
+        f"and {read.on}\n(changes({loop}[{duration(window_s)}]) == 0)\n"
+        f"and {read.on}\n({read.answers(window_s)})\n{read.expected}",
+        meaning="The launcher answers scrapes, but its main loop does not turn: no fault would be detected.",
+        clears="With the next turn of the loop.",
+        summary="The launcher of run {{ $labels.run }} is stuck for {{ $value | humanizeDuration }}.",
+        description=(
+            "Ranks may go on training, but no death, hang or preemption is handled. "
+            "`nvrx-sre runbook NvrxLauncherStuck` says what to save before it is restarted."
+        ),
+    )
+
+
+def _host_memory_pressure(read: Readings) -> AlertRule:
+    return AlertRule(
+        name="NvrxHostMemoryPressure",
+        verdict="memory nearly used up",
+        severity="warning",
+        expr=f"{read.lately(MEMORY_PRESSURE)} > {number(read.values.memory_ratio)}\n{read.expected}",
+        for_s=read.values.memory_for_s,
+        meaning="A node of the run uses most of its memory limit, hot slots not counted: the kernel is about to kill.",
+        clears="When less is used.",
+        summary="Run {{ $labels.run }} uses {{ $value | humanizePercentage }} of a node's memory limit.",
+        description=(
+            "Without the hot slots, which are reserved, memory is nearly used up. The next allocation may kill a rank "
+            "or the launcher. `nvrx-sre runbook NvrxHostMemoryPressure` says who uses it."
+        ),
+    )
+
+
+def _storage_near_full(read: Readings) -> AlertRule:
+    needed = f"{number(read.values.storage_checkpoints)} * ({read.of(catalog.CHECKPOINT_SIZE)} > 0)"
+    return AlertRule(
+        name="NvrxStorageNearFull",
+        verdict="storage nearly full",
+        severity="warning",
+        expr=f"({read.lately(MIN_FREE_RATIO)} < {number(read.values.storage_free_ratio)}\nor {read.on}\n"
+        f"{read.lately(MIN_FREE)} / {read.on} ({needed}) < 1)\n{read.expected}",
+        for_s=read.values.storage_for_s,
+        meaning="The file system of the run directory is nearly full, or the next checkpoints do not fit.",
+        clears="When there is room again.",
+        summary="Run {{ $labels.run }}: its storage is nearly full ({{ $value | humanizePercentage }} left of what "
+        "it needs).",
+        description=(
+            "Durable saves will fail, then restarts: their decisions are recorded there too. "
+            "`nvrx-sre runbook NvrxStorageNearFull` says what may be deleted."
+        ),
+    )
+
+
+def _telemetry_dropping(read: Readings) -> AlertRule:
+    window_s = read.values.telemetry_window_s
+    dropped = read.gained(catalog.TELEMETRY_DROPPED, window_s)
+    errors = read.gained(catalog.TELEMETRY_ERRORS, window_s)
+    return AlertRule(
+        name="NvrxTelemetryDropping",
+        verdict="telemetry incomplete",
+        severity="warning",
+        expr=f"({dropped} > 0 or {errors} > 0)\n{read.expected}",
+        meaning="Telemetry loses items or swallows errors (label `component`). Training is not affected.",
+        clears="`telemetry_window_s` after the last one.",
+        summary="Run {{ $labels.run }}: telemetry's {{ $labels.component }} lost {{ $value }} items.",
+        description=(
+            "What dashboards and alerts say about this run may be incomplete. "
+            "`nvrx-sre runbook NvrxTelemetryDropping` says which part and why."
+        ),
+    )
+
+
+def _clock_skew(read: Readings) -> AlertRule:
+    limit = number(read.values.clock_skew_s)
+    ahead = f"({read.of(catalog.LAUNCHER_LOOP)} - time()) > {limit}"
+    return AlertRule(
+        name="NvrxClockSkew",
+        verdict="a clock is wrong",
+        severity="warning",
+        expr=f"({read.lately(MAX_SKEW)} > {limit}\nor {read.on}\n{ahead})\n{read.expected}",
+        keep_firing_s=read.values.hold_s,
+        meaning="A node's clock was set while the run was on it, or is ahead of the monitoring's.",
+        clears="When the clocks agree, after `hold_s`.",
+        summary="Run {{ $labels.run }}: a clock is off by {{ $value | humanizeDuration }}.",
+        description=(
+            "Ages and deadlines on dashboards are wrong by as much; the launcher itself uses a monotonic clock. "
+            "`nvrx-sre runbook NvrxClockSkew` says which node."
+        ),
+    )
+
+
+def _catalog_mismatch(read: Readings) -> AlertRule:
+    return AlertRule(
+        name="NvrxCatalogMismatch",
+        verdict="rules and run differ in version",
+        severity="warning",
+        expr=f'{read.of(catalog.BUILD_INFO)}{{catalog!="{catalog.VERSION}"}}\n{read.expected}',
+        for_s=read.values.sample_memory_s,
+        meaning="The run exports another metric catalog (label `catalog`) than these rules were generated for.",
+        clears="When rules and run are of one version.",
+        summary="Run {{ $labels.run }} exports catalog {{ $labels.catalog }}, the rules are for another.",
+        description=(
+            "Some alerts may not see what they look for. Generate dashboards and rules with the version that the run "
+            "uses. `nvrx-sre runbook NvrxCatalogMismatch` says how."
+        ),
+    )
+
+
+def _watchdog(read: Readings) -> AlertRule:
+    expr = "vector(1)"
+    for label in read.values.group_labels:
+        expr = f'label_replace({expr}, "{label}", "{UNKNOWN_LABEL}", "", "")'
+    return AlertRule(
+        name="NvrxWatchdog",
+        severity="info",
+        expr=expr,
+        meaning="Always fires. A receiver that stops hearing it knows that alerting is broken.",
+        clears="Never; its absence is the alarm.",
+        summary="Alerting works (this alert always fires; run {{ $labels.run }}).",
+        description="Route it to a dead man's switch. `nvrx-sre runbook NvrxWatchdog`: when it is missed.",
+    )

@@ -1,0 +1,218 @@
+"""Alerts on progress: does the run commit steps that it had not committed before, and if not, why not.
+
+Model: every page is gated on progress or on the time at which a state or phase was entered, and on the run not having
+ended. The situations exclude each other: attempts without progress (`NvrxCrashLooping`), an incident that does not
+close (`NvrxRecoveryOverdue`), a group that does not form (`NvrxRendezvousStuck`), a watchdog that did not act
+(`NvrxRunStalled`), a first step that does not come (`NvrxStartupOverdue`), a run that ended (`NvrxRunHalted`).
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from nvrx_sre.monitoring.promql import duration, number, one_of
+from nvrx_sre.monitoring.recordings import MAX_ACTIVE, MAX_HALTED, Readings
+from nvrx_sre.monitoring.rule import AlertRule, lookup
+from nvrx_sre.telemetry import catalog
+from nvrx_sre.telemetry.catalog import RunState
+
+PROGRESS_CAPS = ("same_fingerprint", "consecutive", "startup")
+"""Caps that count attempts in a row without progress. Not among them: `window`, which remembers attempts before the
+last progress; one retry of a non-finite loss, whose limit of 1 a single recovery reaches; `device`, which counts
+faults of one device; `storage` and `unknown_progress`, which say that evidence is missing rather than that the
+run loops. Where one of these stops the run, `NvrxRunHalted` says so."""
+STARTUP_PHASES = ("init", "rendezvous", "rebuild", "load", "first_step")
+RECOVERY_PHASES = ("teardown", *STARTUP_PHASES)
+STEADY_PHASES = ("step", "data", "evaluate", "save", "finalize")
+"""Phases between two steps, in which only a fault or the watchdog ends a wait."""
+PAST_RENDEZVOUS = (RunState.RESTORING, RunState.TRAINING)
+
+
+def progress_alerts(read: Readings) -> list[AlertRule]:
+    """Alerts that page for a run without progress, most definite first."""
+    return [
+        _run_halted(read),
+        _crash_looping(read),
+        _recovery_overdue(read),
+        _run_stalled(read),
+        _rendezvous_stuck(read),
+        _startup_overdue(read),
+        _retry_cap_breached(read),
+    ]
+
+
+def _root_rank(read: Readings) -> str:
+    rank = lookup(read.of(catalog.INCIDENT_ROOT_RANK), read.values, condition=" >= 0")
+    return f"{{{{ with {rank} }}}}rank {{{{ . | first | value }}}}{{{{ else }}}}a rank not known{{{{ end }}}}"
+
+
+def _run_halted(read: Readings) -> AlertRule:
+    window = duration(read.values.halted_memory_s)
+    newest = f"topk {read.by} (1, last_over_time({read.of(catalog.HALTED_TIMESTAMP)}[{window}]))"
+    return AlertRule(
+        name="NvrxRunHalted",
+        verdict="halted: nothing will start it again",
+        severity="critical",
+        expr=f"{newest}\nand {read.on}\n"
+        f"(last_over_time({MAX_HALTED}[{window}]) > {read.on} last_over_time({MAX_ACTIVE}[{window}]))",
+        meaning="The run stopped with exit 93: a retry cap was reached, the fault cannot be cured by a restart, or "
+        "somebody halted it (label `reason`). Nothing will start it again by itself.",
+        clears="When the run is submitted again under the same name, or after `halted_memory_s`.",
+        summary="Run {{ $labels.run }} is halted ({{ $labels.reason }}) since {{ $value | humanizeTimestamp }} and "
+        "will not restart.",
+        description=(
+            "The launcher exited with 93, reason {{ $labels.reason }}: cap (retries used up), incurable (no restart "
+            "can cure the fault), operator or brake (halted on request). Its devices are idle. "
+            "`nvrx-sre runbook NvrxRunHalted` says what to do."
+        ),
+    )
+
+
+def _crash_looping(read: Readings) -> AlertRule:
+    ratio = read.values.crash_loop_budget_ratio
+    used = read.of(catalog.BUDGET_USED, cap=PROGRESS_CAPS)
+    limit = f"({read.of(catalog.BUDGET_LIMIT, cap=PROGRESS_CAPS)} > 0)"
+    threshold = limit if ratio == 1 else f"{number(ratio)} * {limit}"
+    recovering = read.of(catalog.RUN_STATE_ENTERED, state=RunState.RECOVERING)
+    stuck = f"{read.of(catalog.LAST_NEW_STEP)} < {read.on} {recovering}"
+    halted = f"({MAX_HALTED} > {read.on} {recovering})"
+    return AlertRule(
+        name="NvrxCrashLooping",
+        verdict="crash loop: no progress",
+        severity="critical",
+        expr=f"max {read.by} ({used} >= {threshold})\nand {read.on}\n({stuck})\n"
+        f"unless {read.on}\n({MAX_ACTIVE} > {read.on} {halted})",
+        for_s=read.values.crash_loop_for_s,
+        meaning="The run restarts again and again without committing a step that it had not committed before.",
+        clears="With the first new step, when a halted run is submitted again, or when the series of the run are gone.",
+        summary="Run {{ $labels.run }} is crash looping: {{ $value }} attempts without progress.",
+        description=(
+            f"Last root: {_root_rank(read)}. Attempts without progress have used up a retry budget and no new step "
+            "was committed since the last fault. The job looks busy but redoes the same steps. "
+            "`nvrx-sre runbook NvrxCrashLooping` says what to do."
+        ),
+    )
+
+
+def _recovery_overdue(read: Readings) -> AlertRule:
+    limit = f"{number(read.values.recovery_overdue_ratio)} * {read.deadlines(*RECOVERY_PHASES)}"
+    stepping = f"(time() - {read.of(catalog.LAST_STEP)}) <= {read.on} {_step_deadline(read)}"
+    return AlertRule(
+        name="NvrxRecoveryOverdue",
+        verdict="recovering for too long",
+        severity="critical",
+        expr=f"(time() - ({read.of(catalog.INCIDENT_OPENED)} > 0))\n> {read.on}\n{limit}\n"
+        f"unless {read.on}\n({stepping})\n{read.expected}",
+        keep_firing_s=read.values.hold_s,
+        meaning="An incident is open for longer than any recovery that works, and no step is being executed.",
+        clears="When the incident closes or steps are executed again, after `hold_s`.",
+        summary="Run {{ $labels.run }} has not recovered for {{ $value | humanizeDuration }}.",
+        description=(
+            f"Root: {_root_rank(read)}. The incident is still open, and no step was committed within the step "
+            "deadline. `nvrx-sre runbook NvrxRecoveryOverdue` says what to do."
+        ),
+    )
+
+
+def _run_stalled(read: Readings) -> AlertRule:
+    ratio = number(read.values.stalled_ratio)
+    entered = read.of(catalog.PHASE_ENTERED, phase=STEADY_PHASES)
+    phase, on_phase = read.of(catalog.PHASE_DEADLINE, phase=STEADY_PHASES), read.on_keys("phase")
+    current = f"{entered} == {read.on} group_left () max {read.by} ({read.of(catalog.PHASE_ENTERED)})"
+    stepping = f"(time() - {read.of(catalog.LAST_STEP)}) <= {read.on} {ratio} * {_step_deadline(read)}"
+    return AlertRule(
+        name="NvrxRunStalled",
+        verdict="stalled: no step and no fault",
+        severity="critical",
+        expr=f"(time() - ({current}))\n> {on_phase}\n{ratio} * {phase}\n"
+        f"unless {read.on}\n({stepping})\n"
+        f"and {read.on}\n({read.answers(read.values.launcher_stuck_window_s)})\n{read.expected}",
+        keep_firing_s=read.values.hold_s,
+        meaning="No step for a multiple of the deadline of the phase that the run is in, and no fault was detected: "
+        "the watchdog itself has failed.",
+        clears="With the next step, or when the run leaves the phase, after `hold_s`.",
+        summary="Run {{ $labels.run }} is stalled in {{ $labels.phase }} for {{ $value | humanizeDuration }}.",
+        description=(
+            "The launcher should have ended this at the phase's deadline and has not. Nothing will cure it by itself. "
+            "`nvrx-sre runbook NvrxRunStalled` says what to do."
+        ),
+    )
+
+
+def _step_deadline(read: Readings) -> str:
+    return read.top(catalog.PHASE_DEADLINE, phase="step")
+
+
+def _rendezvous_stuck(read: Readings) -> AlertRule:
+    entered = read.top(catalog.RUN_STATE_ENTERED, state=RunState.RENDEZVOUS)
+    past = read.top(catalog.RUN_STATE_ENTERED, state=PAST_RENDEZVOUS)
+    since = f"(time() - ({read.of(catalog.INCIDENT_OPENED)} > 0) or {read.on} time() - {entered})"
+    limit = f"{number(read.values.rendezvous_ratio)} * {read.top(catalog.PHASE_DEADLINE, phase='rendezvous')}"
+    nodes = lookup(read.of(catalog.RENDEZVOUS_NODES), read.values, matchers=f"state{one_of(['missing'])}")
+    return AlertRule(
+        name="NvrxRendezvousStuck",
+        verdict="stuck in the rendezvous",
+        severity="critical",
+        expr=f"{since}\n> {read.on}\n{limit}\nand {read.on}\n({entered} > {read.on} {past})\n{read.expected}",
+        for_s=read.values.rendezvous_for_s,
+        meaning="The run does not get past the rendezvous: ranks or nodes are missing, or cannot reach each other.",
+        clears="When the group has formed and restoring begins.",
+        summary="Run {{ $labels.run }} is stuck in the rendezvous for {{ $value | humanizeDuration }}.",
+        description=(
+            f"Nodes missing: {{{{ with {nodes} }}}}{{{{ . | first | value }}}}{{{{ else }}}}not known{{{{ end }}}}. "
+            "The group has not formed for a multiple of its deadline. `nvrx-sre runbook NvrxRendezvousStuck` says who "
+            "is missing and what to do."
+        ),
+    )
+
+
+def _startup_overdue(read: Readings) -> AlertRule:
+    starting = read.of(catalog.RUN_STATE_ENTERED, state=RunState.STARTING)
+    return AlertRule(
+        name="NvrxStartupOverdue",
+        verdict="start-up takes too long",
+        severity="critical",
+        expr=f"(time() - max {read.by} ({starting}))\n> {read.on}\n"
+        f"{number(read.values.startup_ratio)} * {read.deadlines(*STARTUP_PHASES)}\n"
+        f"and {read.on}\n({read.of(catalog.LAST_STEP)} <= {read.on} max {read.by} ({starting}))\n"
+        f"unless {read.on}\n({read.of(catalog.INCIDENT_OPENED)} > 0)\n{read.expected}",
+        keep_firing_s=read.values.hold_s,
+        meaning="The launcher has started and no step has followed within all the deadlines of a start, and no fault "
+        "was detected.",
+        clears="With the first step, or with a fault, after `hold_s`.",
+        summary="Run {{ $labels.run }} has not executed a step {{ $value | humanizeDuration }} after its start.",
+        description=(
+            "Start-up takes longer than the sum of its deadlines. `nvrx-sre runbook NvrxStartupOverdue` says how to "
+            "see which phase it is in and why."
+        ),
+    )
+
+
+def _retry_cap_breached(read: Readings) -> AlertRule:
+    values = read.values
+    window = duration(values.retry_cap_window_s)
+    ratio = number(values.retry_cap_ratio)
+
+    def formed(metric: catalog.Metric, cap: str) -> str:
+        series = read.of(metric)
+        limit = read.top(catalog.BUDGET_LIMIT, cap=cap)
+        return f"({series} - min_over_time({series}[{window}])) > {read.on} {ratio} * {limit}"
+
+    return AlertRule(
+        name="NvrxRetryCapBreached",
+        verdict="restarts past its caps",
+        severity="critical",
+        expr=f"({formed(catalog.GENERATIONS, 'window')}\nor {read.on}\n{formed(catalog.LAUNCHER_STARTS, 'startup')})\n"
+        f"and {read.on}\n((time() - {read.of(catalog.LAST_NEW_STEP)}) > {number(values.retry_cap_window_s)})\n"
+        f"{read.expected}",
+        keep_firing_s=values.hold_s,
+        meaning="More groups were formed, or more launchers started, without one new step than the retry caps allow: "
+        "the caps do not hold. Counted without the budgets that should have stopped it.",
+        clears="With the first new step, or when the run ends, after `hold_s`.",
+        summary="Run {{ $labels.run }} restarts past its caps: {{ $value }} starts without a new step.",
+        description=(
+            f"Within {window} without a new step the run was started more often than its caps allow. Either budgets "
+            "are refilled from outside, or the run directory is not kept between starts. "
+            "`nvrx-sre runbook NvrxRetryCapBreached` says what to do."
+        ),
+    )

@@ -1,0 +1,218 @@
+"""Recording rules: each series that an alert reads, pods aggregated away, with a memory of a missed scrape.
+
+Model: `run:<metric>:max` is the maximum over pods of one run, so that a replaced pod's label neither hides what the
+old pod said nor counts it twice (failure case C69). Three kinds:
+
+- `newest`: the greatest value within `sample_memory_s`. For what only grows: counters, entry times.
+- `live`: the value of this scrape; a remembered one only where there is none. For what may fall.
+- particular ones: which pods answer, ratios that are taken within one pod before pods are compared.
+
+A label of the key that the scrape does not set becomes `none`, so that it is never empty and no inhibition matches
+two runs because both lack it.
+
+Pure. Must not: use `increase`, which extrapolates (C65) and misses a first event (C63).
+"""
+
+from __future__ import annotations
+
+from nvrx_sre.monitoring.promql import Query, duration, number, one_of, recorded
+from nvrx_sre.monitoring.rule import DEV_RUN, UNKNOWN_LABEL, RecordingRule
+from nvrx_sre.monitoring.values import Values
+from nvrx_sre.telemetry import catalog
+from nvrx_sre.telemetry.catalog import MemoryKind, RunState, SpaceKind
+from nvrx_sre.telemetry.metric import RUN_LABEL, Metric
+
+SETTLED_STATES = (RunState.DRAINING, RunState.FINISHED, RunState.FAILED, RunState.PREEMPTED, RunState.HALTED)
+"""States in which nobody expects the run to answer. Draining is the last that is seen of a preempted run: its
+launcher does not wait for a scrape (DESIGN 5)."""
+EXPECTED_STATES = tuple(state for state in RunState if state not in SETTLED_STATES)
+"""States in which the run works, or should be started again by its orchestrator."""
+ACTIVE_STATES = tuple(state for state in RunState if state is not RunState.HALTED)
+
+MOST_SCRAPES = 0.5
+"""Share of a window's scrapes from which a run counts as answering."""
+
+MAX_ACTIVE = recorded(catalog.RUN_STATE_ENTERED, "max_active")
+MAX_HALTED = recorded(catalog.RUN_STATE_ENTERED, "max_halted")
+MAX_EXPECTED = recorded(catalog.RUN_STATE_ENTERED, "max_expected")
+MAX_SETTLED = recorded(catalog.RUN_STATE_ENTERED, "max_settled")
+PRESENT = recorded(catalog.LAUNCHER_LOOP, "present")
+MAX_SKEW = recorded(catalog.CLOCK_SKEW, "max_abs")
+MEMORY_PRESSURE = recorded(catalog.HOST_MEMORY, "max_pressure")
+MIN_FREE = recorded(catalog.STORAGE, "min_free")
+MIN_FREE_RATIO = recorded(catalog.STORAGE, "min_free_ratio")
+
+_NEWEST: tuple[tuple[Metric, tuple[str, ...]], ...] = (
+    (catalog.RUN_STATE_ENTERED, ("state",)),
+    (catalog.PHASE_ENTERED, ("phase",)),
+    (catalog.LAST_NEW_STEP, ()),
+    (catalog.LAST_STEP, ()),
+    (catalog.LAUNCHER_LOOP, ()),
+    (catalog.STEP_HIGH_WATER, ()),
+    (catalog.GENERATIONS, ()),
+    (catalog.LAUNCHER_STARTS, ()),
+    (catalog.INCIDENTS, ("verdict",)),
+    (catalog.INCIDENTS_DEGRADED, ()),
+    (catalog.NODE_FAULTS, ("node",)),
+    (catalog.FRESH_STARTS, ("progress",)),
+    (catalog.SAVES, ("tier", "outcome")),
+    (catalog.CHECKPOINT_REJECTED, ("reason",)),
+    (catalog.TELEMETRY_DROPPED, ("component",)),
+    (catalog.TELEMETRY_ERRORS, ("component",)),
+    (catalog.WALL_SECONDS, ()),
+    (catalog.TIME_SECONDS, ("state",)),
+)
+_LIVE: tuple[tuple[Metric, tuple[str, ...]], ...] = (
+    (catalog.BUDGET_USED, ("cap",)),
+    (catalog.BUDGET_LIMIT, ("cap",)),
+    (catalog.INCIDENT_OPENED, ()),
+    (catalog.INCIDENT_ROOT_RANK, ()),
+    (catalog.PHASE_DEADLINE, ("phase",)),
+    (catalog.LIMIT, ("limit",)),
+    (catalog.RENDEZVOUS_NODES, ("state",)),
+    (catalog.WORLD_SIZE, ()),
+    (catalog.WORLD_SIZE_CONFIGURED, ()),
+    (catalog.STANDBY_READY, ()),
+    (catalog.STANDBYS_CONFIGURED, ()),
+    (catalog.CHECKPOINT_CAPTURED, ("tier",)),
+    (catalog.CHECKPOINT_INTERVAL, ()),
+    (catalog.CHECKPOINT_WRITE_SECONDS, ()),
+    (catalog.CHECKPOINT_SATURATION, ()),
+    (catalog.CHECKPOINT_SIZE, ()),
+    (catalog.STEP_SECONDS, ()),
+    (catalog.STEP_REFERENCE, ()),
+    (catalog.RANK_LATENESS, ("rank",)),
+    (catalog.RANK_SUMMARIES[catalog.RANK_LATENESS.name][1], ()),
+)
+_GROWS = frozenset(metric.name for metric, _ in _NEWEST if metric.name.endswith("_total"))
+
+
+def filled(expr: str, values: Values) -> str:
+    """`expr` with `none` for every label of the key that is empty; `run` is on every series of ours."""
+    for label in values.group_labels:
+        if label != RUN_LABEL:
+            expr = f'label_replace({expr}, "{label}", "{UNKNOWN_LABEL}", "{label}", "")'
+    return expr
+
+
+def recording_rules(values: Values) -> list[RecordingRule]:
+    """All recording rules, in file order: a rule reads only what stands before it."""
+    query = Query(group_labels=values.group_labels)
+    memory_s = values.sample_memory_s
+    rules = [
+        _rule(metric, "max", query.latest(metric, *by, memory_s=memory_s), values, by=by) for metric, by in _NEWEST
+    ]
+    rules += [_rule(metric, "max", query.live(metric, *by, memory_s=memory_s), values, by=by) for metric, by in _LIVE]
+    return [*rules, *_states(query, values), *_pods(query, values), *_nodes(query, values)]
+
+
+def _rule(metric: Metric, operation: str, expr: str, values: Values, *, by: tuple[str, ...] = ()) -> RecordingRule:
+    grows = operation == "max" and metric.name in _GROWS
+    return RecordingRule(
+        name=recorded(metric, operation), expr=filled(expr, values), metric=metric, labels=by, cumulative=grows
+    )
+
+
+def _states(query: Query, values: Values) -> list[RecordingRule]:
+    entered, memory_s = catalog.RUN_STATE_ENTERED, values.sample_memory_s
+    groups = (("max_active", ACTIVE_STATES), ("max_expected", EXPECTED_STATES), ("max_settled", SETTLED_STATES))
+    rules = [
+        _rule(entered, operation, query.latest(entered, memory_s=memory_s, state=states), values)
+        for operation, states in groups
+    ]
+    # sparse on purpose: only runs that were halted have them, which makes a week's memory cheap
+    halted = query.latest(entered, memory_s=memory_s, state=RunState.HALTED)
+    reasons = query.latest(catalog.HALTED_TIMESTAMP, "reason", memory_s=memory_s)
+    return [
+        *rules,
+        _rule(entered, "max_halted", f"{halted} > 0", values),
+        _rule(catalog.HALTED_TIMESTAMP, "max", f"{reasons} > 0", values, by=("reason",)),
+    ]
+
+
+def _pods(query: Query, values: Values) -> list[RecordingRule]:
+    """Which runs answer, with which catalog and priority."""
+    loop, info, build = catalog.LAUNCHER_LOOP, catalog.RUN_INFO, catalog.BUILD_INFO
+    keys = query.keys()
+    known = query.latest(loop, memory_s=values.sample_memory_s)
+    present = f"group by {keys} ({query.series(loop)})\nor\n0 * {known}"
+    # a pod with another priority is the newer one: `dev` must not outlive it
+    dev = f'group by {keys} ({info.name}{{priority!="dev"}}) - 1\nor\ngroup by {keys} ({info.name})'
+    # what a live pod says ends the memory of any other catalog, as after an upgrade
+    remembered = query.latest(build, "catalog", memory_s=values.sample_memory_s)
+    builds = f"{query.latest(build, 'catalog')}\nor on {keys}\n{remembered}"
+    return [
+        _rule(loop, "present", present, values),
+        RecordingRule(name=DEV_RUN, expr=filled(dev, values), metric=info),
+        _rule(build, "max", builds, values, by=("catalog",)),
+    ]
+
+
+def _nodes(query: Query, values: Values) -> list[RecordingRule]:
+    """Ratios within one pod, the worst pod of the run."""
+    keys = query.keys()
+
+    def memory(kind: MemoryKind) -> str:
+        return query.series(catalog.HOST_MEMORY, "", kind=kind)
+
+    def space(kind: SpaceKind) -> str:
+        return query.series(catalog.STORAGE, "", kind=kind)
+
+    slots = f"ignoring (kind) {memory(MemoryKind.HOT_SLOTS)}"
+    pressure = f"({memory(MemoryKind.USED)} - {slots})\n/ ignoring (kind)\n(({memory(MemoryKind.LIMIT)} - {slots}) > 0)"
+    free_ratio = f"{space(SpaceKind.FREE)} / ignoring (kind) ({space(SpaceKind.SIZE)} > 0)"
+    sized = f"({space(SpaceKind.FREE)} and ignoring (kind) {space(SpaceKind.SIZE)} > 0)"
+    return [
+        _rule(catalog.CLOCK_SKEW, "max_abs", f"max by {keys} (abs({query.series(catalog.CLOCK_SKEW)}))", values),
+        _rule(catalog.HOST_MEMORY, "max_pressure", f"max by {keys} ({pressure})", values),
+        _rule(catalog.STORAGE, "min_free_ratio", f"min by {keys} ({free_ratio})", values),
+        _rule(catalog.STORAGE, "min_free", f"min by {keys} ({sized})", values),
+    ]
+
+
+class Readings:
+    """How alerts read recordings: every text that an alert needs more than once."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self._query = Query(group_labels=values.group_labels)
+        self.on = f"on {self._query.keys()}"
+        self.by = f"by {self._query.keys()}"
+
+    def on_keys(self, *more: str) -> str:
+        """Match by the key and `more`."""
+        return f"on {self._query.keys(*more)}"
+
+    def of(self, metric: Metric, **labels: str | tuple[str, ...]) -> str:
+        """The recorded maximum of `metric`, selected by closed label values, with the labels it was recorded with."""
+        self._query.series(metric, "", **labels)  # refuses a label or a value that the catalog does not have
+        chosen = {name: (value,) if isinstance(value, str) else value for name, value in labels.items()}
+        matchers = ",".join(f"{name}{one_of([str(item) for item in value])}" for name, value in chosen.items())
+        return f"{recorded(metric)}{{{matchers}}}" if matchers else recorded(metric)
+
+    def top(self, metric: Metric, **labels: str | tuple[str, ...]) -> str:
+        """The same with no label but the key's."""
+        return f"max {self.by} ({self.of(metric, **labels)})"
+
+    def gained(self, metric: Metric, window_s: float, **labels: str | tuple[str, ...]) -> str:
+        """What a counter gained within `window_s`: whole numbers, and a run not known before began at 0."""
+        series = self.of(metric, **labels)
+        memory = duration(self.values.missing_memory_s)
+        return f"({series} - (last_over_time({series}[{memory}] offset {duration(window_s)}) or 0 * {series}))"
+
+    def deadlines(self, *phases: str) -> str:
+        """Sum of the deadlines of `phases`."""
+        return f"sum {self.by} ({self.of(catalog.PHASE_DEADLINE, phase=phases)})"
+
+    def lately(self, series: str) -> str:
+        """A recording without a memory of its own, with one."""
+        return f"last_over_time({series}[{duration(self.values.sample_memory_s)}])"
+
+    def answers(self, window_s: float) -> str:
+        """Condition: most scrapes of the window succeeded. Two of three are enough, one of three is not (C67)."""
+        return f"avg_over_time({PRESENT}[{duration(window_s)}]) >= {number(MOST_SCRAPES)}"
+
+    @property
+    def expected(self) -> str:
+        """Clause: the run has not ended."""
+        return f"and {self.on}\n({MAX_EXPECTED} > {self.on} {MAX_SETTLED})"

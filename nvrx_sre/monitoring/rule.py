@@ -1,0 +1,127 @@
+"""What a rule is: recorded series and alerts, and how they are written into a rules file.
+
+Model: an alert's text is built from its name, so that runbook and dashboard links cannot point elsewhere. A critical
+alert drops to warning for a run whose newest known `priority` is `dev`; the rule asks for that itself, so every
+Alertmanager sees the right severity.
+
+Invariants: a rule keeps the labels of the key. Immutable, hence thread-safe. Must not: know any alert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nvrx_sre.monitoring.promql import duration
+from nvrx_sre.monitoring.values import Values
+from nvrx_sre.telemetry import catalog
+from nvrx_sre.telemetry.metric import RUN_LABEL, Metric
+
+RUN_DASHBOARD_UID = "nvrx-run"
+DASHBOARD_PATH = f"/d/{RUN_DASHBOARD_UID}/run"
+UNKNOWN_LABEL = "none"
+"""Value of a label of the key that the scrape does not set: two runs never match because both lack it."""
+DEV_RUN = f"{RUN_LABEL}:{catalog.RUN_INFO.name}:dev"
+"""Recorded: 1 for a run whose priority is `dev`, else 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingRule:
+    """A series that the rules file computes."""
+
+    name: str
+    expr: str
+    metric: Metric
+    labels: tuple[str, ...] = ()
+    """Labels beside the key."""
+    cumulative: bool = False
+    """True if it only grows (but for a new run of the same name), so that a rate of it means something."""
+
+    def to_rule(self) -> dict[str, Any]:
+        """The rule as data of the rules file."""
+        return {"record": self.name, "expr": self.expr}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertRule:
+    """An alert: what pages, and what the page says."""
+
+    name: str
+    severity: str
+    """critical (pages), warning (a ticket) or info."""
+    expr: str
+    meaning: str
+    """One sentence for the reference."""
+    clears: str
+    """When it resolves, for the reference."""
+    summary: str
+    description: str
+    verdict: str = ""
+    """What the run is, in a few words; empty where the alert is not about a run that exports its facts."""
+    for_s: float = 0.0
+    """How long the condition must hold (seconds)."""
+    keep_firing_s: float = 0.0
+    """How long it goes on firing after the condition went away (seconds): a gap is no end."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Labels beside the severity, where several rules share a name."""
+
+    def to_rule(self, values: Values) -> dict[str, Any]:
+        """The rule as data of the rules file."""
+        rule: dict[str, Any] = {"alert": self.name, "expr": self.expr}
+        if self.for_s:
+            rule["for"] = duration(self.for_s)
+        if self.keep_firing_s:
+            rule["keep_firing_for"] = duration(self.keep_firing_s)
+        rule["labels"] = {"severity": _severity(self.severity, values), **dict(self.labels)}
+        rule["annotations"] = {
+            "summary": self.summary,
+            "description": self.description,
+            **(_facts(self.verdict, values) if self.verdict else {}),
+            "runbook_url": f"{values.runbook_base_url.rstrip('/')}/{self.name}.md",
+            "dashboard_url": f"{values.dashboard_base_url.rstrip('/')}{DASHBOARD_PATH}?{_variables(values)}",
+        }
+        return rule
+
+
+def _facts(verdict: str, values: Values) -> dict[str, str]:
+    """What a person wants to know of any run that alerts, asked when the alert is evaluated; empty where unknown."""
+    newest = f"time() - {RUN_LABEL}:{catalog.LAST_NEW_STEP.name}:max"
+    rank = lookup(f"{RUN_LABEL}:{catalog.INCIDENT_ROOT_RANK.name}:max", values, condition=" >= 0")
+    where = f'{catalog.RANK_INFO.name}{{run=%q,rank=\\"%.0f\\"}}'
+    host = f'query (printf "{where}" $labels.run (. | first | value))'
+    world = lookup(f"{RUN_LABEL}:{catalog.WORLD_SIZE_CONFIGURED.name}:max", values)
+    return {
+        "verdict": verdict,
+        "progress": f"{{{{ with {lookup(newest, values)} }}}}last new step "
+        "{{ . | first | value | humanizeDuration }} ago{{ end }}",
+        "culprit": f"{{{{ with {rank} }}}}rank {{{{ . | first | value }}}}{{{{ with {host} }}}} on "
+        '{{ . | first | label "node" }}{{ end }}{{ end }}',
+        "idle": f"{{{{ with {world} }}}}{{{{ . | first | value }}}} GPUs held{{{{ end }}}}",
+    }
+
+
+def lookup(series: str, values: Values, *, memory_s: float = 0.0, condition: str = "", matchers: str = "") -> str:
+    """Template text that queries `series` of the alert's run; the key's labels are filled in from the alert."""
+    wanted = ",".join([*([matchers] if matchers else []), *(f"{label}=%q" for label in values.group_labels)])
+    selector = f"{series}{{{wanted}}}"
+    if memory_s:
+        selector = f"last_over_time({selector}[{duration(memory_s)}])"
+    text = f"{selector}{condition}".replace('"', '\\"')
+    return f'query (printf "{text}" {" ".join(f"$labels.{label}" for label in values.group_labels)})'
+
+
+def _severity(severity: str, values: Values) -> str:
+    if severity != "critical":
+        return severity
+    is_dev = lookup(DEV_RUN, values, memory_s=values.halted_memory_s, condition=" == 1")
+    return f"{{{{ with {is_dev} }}}}warning{{{{ else }}}}critical{{{{ end }}}}"
+
+
+def _variables(values: Values) -> str:
+    """Variables of the dashboard; one that the scrape does not set is left to the dashboard's default."""
+    parts = [f"var-{RUN_LABEL}={{{{ $labels.{RUN_LABEL} }}}}"]
+    for label in values.group_labels:
+        if label != RUN_LABEL:
+            shown = f"&var-{label}={{{{ $labels.{label} }}}}"
+            parts.append(f'{{{{ if ne $labels.{label} "{UNKNOWN_LABEL}" }}}}{shown}{{{{ end }}}}')
+    return "".join(parts)

@@ -1,0 +1,397 @@
+"""Stories for every alert: quiet, a single recovery, fires, resolves; pods replaced, scrapes missed, runs side by side.
+
+Each function returns runs for a set of `Values`; spans are computed from them, so that the same stories hold for the
+shipped values and for quicker ones. Times are seconds; nothing alerts before a run has begun.
+"""
+
+from __future__ import annotations
+
+from nvrx_sre.monitoring.values import Values
+from nvrx_sre.telemetry import catalog
+from tests.promtool.fleet import DEADLINES, END, Run, jump
+
+BEGIN = [(60, "start"), (120, "train")]
+LOOP = [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"), (720, "fault")]
+HALT, CRASH, OVERDUE, STALLED = "NvrxRunHalted", "NvrxCrashLooping", "NvrxRecoveryOverdue", "NvrxRunStalled"
+RENDEZVOUS, STARTUP, BREACHED = "NvrxRendezvousStuck", "NvrxStartupOverdue", "NvrxRetryCapBreached"
+MISSING, STUCK, STALE, LOW = "NvrxTargetMissing", "NvrxLauncherStuck", "NvrxCheckpointStale", "NvrxRetryBudgetLow"
+RECOVERY_S = sum(DEADLINES[phase] for phase in ("teardown", "init", "rendezvous", "rebuild", "load", "first_step"))
+STARTUP_S = RECOVERY_S - DEADLINES["teardown"]
+
+
+def stories(v: Values) -> list[Run]:
+    """All runs."""
+    themes = (healthy, crash_loops, halts, recoveries, stalls, rendezvous, startups, breaches, missing, stuck_launchers)
+    return [run for theme in (*themes, checkpoints, steps, tickets, nodes, monitoring) for run in theme(v)]
+
+
+def healthy(v: Values) -> list[Run]:
+    """Nothing to say: training, recovering once or often with progress, finished, preempted, missed scrapes."""
+    many = [event for n in range(8) for event in ((600 + 90 * n, "fault"), (602 + 90 * n, "progress"))]
+    half = [
+        event
+        for n in range(4)
+        for event in ((600 + 90 * n, "fault"), (602 + 90 * n, "redo"), (610 + 90 * n, "progress"))
+    ]
+    return [
+        Run("quiet", BEGIN),
+        Run("quiet-namesake", BEGIN, namespace="research"),
+        Run("quiet-without-cluster", BEGIN, cluster=None),
+        Run("one-recovery", [*BEGIN, (600, "fault"), (601, "redo"), (605, "progress")]),
+        Run("one-recovery-scrapes-lost", [*BEGIN, (600, "fault"), (601, "redo"), (605, "progress")], lost=(0, 2400, 0)),
+        Run("one-recovery-by-a-new-pod", [*BEGIN, (600, "fault"), (620, "start"), (660, "redo"), (680, "progress")],
+            pods=(("old", 0, 605), ("new", 621, END))),
+        Run("two-recoveries", [*BEGIN, (600, "fault"), (602, "progress"), (632, "fault"), (634, "progress")]),
+        Run("eight-recoveries", [*BEGIN, *many]),
+        Run("four-recoveries-with-redo", [*BEGIN, *half]),
+        Run("one-retry-of-nonfinite", [*BEGIN, (600, "fault"), (601, "redo"), (900, "progress")], caps=("nonfinite",)),
+        Run("a-device-is-excluded", [*BEGIN, *[(600 + 30 * n, what) for n in range(4) for what in ("fault", "redo")],
+                                     (730, "progress")], caps=("device",)),
+        Run("finished", [*BEGIN, (900, "finished")], pods=(("pod-0", 0, 970),)),
+        Run("failed", [(60, "start"), (100, "failed")], pods=(("pod-0", 0, 230),)),
+        Run("preempted", [*BEGIN, (900, "draining"), (910, "preempted"), (1500, "start"), (1530, "train")],
+            pods=(("old", 0, 915), ("new", 1501, END))),
+        Run("overlapping-pods", BEGIN, pods=(("old", 0, 1200), ("new", 900, END))),
+    ]  # fmt: skip
+
+
+def crash_loops(v: Values) -> list[Run]:
+    """Attempts without progress."""
+    low, overdue = (660 + v.budget_low_for_s, END), (600 + v.recovery_overdue_ratio * RECOVERY_S, END)
+    whole = {CRASH: [(720, END)], LOW: [low], OVERDUE: [overdue]}
+
+    def until(end: float, **more: object) -> dict[str, list[tuple[float, float]]]:
+        return {CRASH: [(720, end)], LOW: [(low[0], end)], **more}  # type: ignore[dict-item]  # spans of more alerts
+
+    two = [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo")]
+    slow = [*BEGIN, (600, "fault"), (602, "redo"), (1140, "fault"), (1142, "redo"), (1680, "fault")]
+    startup = [(60, "start"), (300, "fault"), (600, "fault"), (900, "fault")]
+    again = [*LOOP, (721, "halted"), (1000, "start"), (1060, "redo")]
+    reset = [*LOOP, (721, "halted"), (960, "reset"), (961, "start"), (980, "redo"), (1020, "fault"), (1022, "progress")]
+    return [
+        Run("loop", LOOP, whole),
+        Run("loop-without-cluster", LOOP, whole, cluster=None),
+        Run("loop-of-a-dev-run", LOOP, whole, priority="dev"),
+        Run("loop-scrapes-lost", LOOP, whole, lost=(780, 2400, 0)),
+        Run("loop-most-scrapes-lost", LOOP, whole, lost=(780, 1500, 4)),
+        Run("loop-pod-replaced", LOOP, whole, pods=(("old", 0, 900), ("new", 1080, END))),
+        Run("two-attempts", two, {LOW: [low]}),
+        Run("two-attempts-overlapping-pods", two, {LOW: [low]}, pods=(("old", 0, 970), ("new", 930, END))),
+        Run("attempts-far-apart", slow, {CRASH: [(1680, END)], LOW: [(1140 + v.budget_low_for_s, END)],
+                                         OVERDUE: [(1742, END)]}),
+        Run("loop-before-the-first-step", startup, {CRASH: [(900, END)], LOW: [(600 + v.budget_low_for_s, END)],
+                                                    OVERDUE: [(300 + overdue[0] - 600, END)]}, caps=("same_fingerprint",)),
+        Run("loop-cured", [*LOOP, (1200, "progress")], until(1200)),
+        Run("loop-pod-replaced-then-cured", [*LOOP, (1210, "advance"), (1230, "progress")],
+            {CRASH: [(720, 1210)], LOW: [(low[0], 1230)]}, pods=(("old", 0, 900), ("new", 1080, END))),
+        Run("loop-new-steps-not-safe-yet", [*LOOP, (1200, "advance"), (1500, "progress")],
+            {CRASH: [(720, 1200)], LOW: [(low[0], 1500)]}),
+        Run("loop-overlapping-pods-cured", [*LOOP, (960, "progress")], until(960),
+            pods=(("old", 0, 955), ("new", 940, END))),
+        Run("loop-halted-resubmitted-with-budgets", [*again, (1300, "progress")],
+            {CRASH: [(720, 1000)], HALT: [(721, 1000)], LOW: [(1000 + v.budget_low_for_s, 1300)]},
+            pods=(("old", 0, 850), ("new", 1000, END))),
+        Run("loop-halted-resumed-then-one-fault", reset, {CRASH: [(720, 961)], HALT: [(721, 961)]},
+            pods=(("old", 0, 850), ("new", 961, END))),
+    ]  # fmt: skip
+
+
+def halts(v: Values) -> list[Run]:
+    """A run that stopped for good keeps saying so."""
+    halted = [*BEGIN, (600, "fault"), (601, "halted")]
+    end = 601 + 250
+    pods = (("old", 0, end), ("new", 1000, 2000))
+    return [
+        Run("halted", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),)),
+        Run("halted-seen-once", halted, {HALT: [(601, END)]}, pods=(("old", 0, 665),)),
+        Run("halted-scrapes-lost", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),), lost=(0, 2400, 0)),
+        Run("halted-resubmitted", [*halted, (1000, "start"), (1060, "train")], {HALT: [(601, 1000)]},
+            pods=(("old", 0, end), ("new", 1000, END))),
+        Run("halted-resubmitted-finished", [*halted, (1000, "start"), (1060, "train"), (1900, "finished")],
+            {HALT: [(601, 1000)]}, pods=pods),
+        Run("halted-twice", [*halted, (1000, "start"), (1060, "train"), (1800, "fault"), (1801, "halted")],
+            {HALT: [(601, 1000), (1801, END)]}, pods=pods),
+    ]  # fmt: skip
+
+
+def recoveries(v: Values) -> list[Run]:
+    """An incident that stays open; not one that redoes steps, nor one that is a little shorter."""
+    limit, hold = v.recovery_overdue_ratio * RECOVERY_S, v.hold_s
+    fault = [*BEGIN, (600, "fault")]
+    return [
+        Run("overdue", fault, {OVERDUE: [(600 + limit, END)]}),
+        Run("overdue-scrapes-lost", fault, {OVERDUE: [(600 + limit, END)]}, lost=(700, 2400, 0)),
+        Run("overdue-pod-replaced", fault, {OVERDUE: [(600 + limit, END)]}, pods=(("old", 0, 900), ("new", 1080, END))),
+        Run("overdue-cured", [*fault, (1900, "progress")], {OVERDUE: [(600 + limit, 1900 + hold)]}),
+        Run("not-overdue-yet", [*fault, (600 + limit - 10, "progress")]),
+        Run("not-overdue-redoing", [*fault, (700, "redo"), (2300, "progress")]),
+        Run("overdue-halted", [*fault, (1900, "halted")], {OVERDUE: [(600 + limit, 1900 + hold)], HALT: [(1900, END)]}),
+        Run("overdue-at-a-step-deadline-away", [*fault, (605, "redo"), (1800, "fault")], {OVERDUE: [(1860, END)]}, caps=()),
+        Run("overdue-finished-anyway", [*fault, (1900, "finished")], {OVERDUE: [(600 + limit, 1900 + hold)]}),
+    ]  # fmt: skip
+
+
+def stalls(v: Values) -> list[Run]:
+    """No step and no fault; not in a phase that may last, nor with steps that flow."""
+    ratio = v.stalled_ratio
+    step, evaluate = ratio * DEADLINES["step"], ratio * DEADLINES["evaluate"]
+    entered = catalog.PHASE_ENTERED.name
+    stop = [*BEGIN, (600, "stop")]
+    return [
+        Run("stalled", stop, {STALLED: [(600 + step, END)]}),
+        Run("stalled-scrapes-lost", stop, {STALLED: [(600 + step, END)]}, lost=(600, 2400, 0)),
+        Run("stalled-pod-replaced", stop, {STALLED: [(600 + step, END)]}, pods=(("old", 0, 900), ("new", 1020, END))),
+        Run("stalled-goes-on", [*stop, (1500, "train")], {STALLED: [(600 + step, 1500 + v.hold_s)]}),
+        Run("stalled-detected-after-all", [*stop, (1500, "fault"), (1510, "progress")], {STALLED: [(600 + step, 1500 + v.hold_s)]}),
+        Run("not-stalled-yet", [*stop, (600 + step - 5, "train")]),
+        Run("stalled-in-data", stop, {STALLED: [(601 + ratio * DEADLINES["data"], END)]},
+            levels={(entered, "data"): jump(601, 0, 601)}),
+        Run("evaluating", [*BEGIN, (600, "stop"), (600 + evaluate - 30, "train")], levels={(entered, "evaluate"): jump(601, 0, 601)}),
+        Run("stalled-and-finished", [*stop, (1500, "finished")], {STALLED: [(600 + step, 1500 + v.hold_s)]}),
+    ]  # fmt: skip
+
+
+def rendezvous(v: Values) -> list[Run]:
+    """The group does not form: at once, or attempt after attempt."""
+    limit, wait = v.rendezvous_ratio * DEADLINES["rendezvous"], v.rendezvous_for_s
+    forming = [*BEGIN, (600, "fault"), (610, "rendezvous")]
+    fails = [(610 + 60 * n, what) for n in range(30) for what in ("recovering", "rendezvous")]
+    overdue = (600 + v.recovery_overdue_ratio * RECOVERY_S, END)
+    return [
+        Run("rendezvous-stuck", forming, {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]}),
+        Run("rendezvous-stuck-scrapes-lost", forming, {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]},
+            lost=(600, 2400, 0)),
+        Run("rendezvous-fails-again-and-again", [*BEGIN, (600, "fault"), *fails],
+            {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]}),
+        Run("rendezvous-forms-at-last", [*forming, (1300, "restoring"), (1310, "progress")],
+            {RENDEZVOUS: [(600 + limit + wait, 1300)]}),
+        Run("rendezvous-in-time", [*forming, (600 + limit + wait - 10, "restoring"), (800, "progress")]),
+        Run("rendezvous-after-a-long-start", [*BEGIN, (600, "fault"), (900, "rendezvous"), (915, "restoring"), (920, "progress")]),
+        Run("rendezvous-at-start-without-nodes", [(60, "start"), (300, "rendezvous")],
+            {RENDEZVOUS: [(300 + limit + wait, END)], STARTUP: [(60 + v.startup_ratio * STARTUP_S, END)]},
+            levels={(catalog.RENDEZVOUS_NODES.name, "missing"): 1}),
+        Run("rendezvous-stuck-halted", [*forming, (1200, "halted")],
+            {RENDEZVOUS: [(600 + limit + wait, 1200)], HALT: [(1200, END)]}),
+    ]  # fmt: skip
+
+
+def startups(v: Values) -> list[Run]:
+    """No first step; not while a fault is known, nor a little earlier."""
+    limit, hold = v.startup_ratio * STARTUP_S, v.hold_s
+    return [
+        Run("startup-overdue", [(60, "start")], {STARTUP: [(60 + limit, END)]}),
+        Run("startup-overdue-scrapes-lost", [(60, "start")], {STARTUP: [(60 + limit, END)]}, lost=(60, 2400, 0)),
+        Run("startup-overdue-cured", [(60, "start"), (1800, "train")], {STARTUP: [(60 + limit, 1800 + hold)]}),
+        Run("startup-in-time", [(60, "start"), (60 + limit - 5, "train")]),
+        Run("startup-after-a-resubmission", [*BEGIN, (400, "retrying"), (500, "start")], {STARTUP: [(500 + limit, END)]}),
+        Run("startup-with-a-fault", [(60, "start"), (1500, "fault"), (2200, "progress")]),
+        Run("startup-overdue-finished", [(60, "start"), (1800, "finished")], {STARTUP: [(60 + limit, 1800 + hold)]}),
+    ]  # fmt: skip
+
+
+def breaches(v: Values) -> list[Run]:
+    """More formations or launchers without a step than the caps allow, with budgets that say nothing."""
+    window = v.retry_cap_window_s
+    most = int(v.retry_cap_ratio * LIMITS_WINDOW)
+    starts = int(v.retry_cap_ratio * LIMITS_STARTUP)
+
+    def forming(count: int, at: float, gap: float = 20) -> list[tuple[float, str]]:
+        return [*BEGIN, (600, "recovering"), *((at + gap * n, "redo") for n in range(count))]
+
+    quiet = {"caps": ()}
+    at = 600 + window - 250
+    return [
+        Run("cap-breached", forming(most + 1, at), {BREACHED: [(600 + window, at + window + v.hold_s)]}, **quiet),
+        Run("cap-just-kept", forming(most, at), **quiet),
+        Run("cap-breached-scrapes-lost", forming(most + 1, at), {BREACHED: [(600 + window, at + window + v.hold_s)]},
+            lost=(600, 2400, 0), **quiet),
+        Run("cap-breached-pod-replaced", forming(most + 1, at), {BREACHED: [(600 + window, at + window + v.hold_s)]},
+            pods=(("old", 0, at + 90), ("new", at + 70, END)), **quiet),
+        Run("often-formed-with-progress", [*BEGIN, *((600 + 20 * n, what) for n in range(40) for what in ("redo", "train"))], **quiet),
+        Run("launchers-past-the-cap", [*BEGIN, (600, "recovering"), *((at + 20 * n, "start") for n in range(starts + 1))],
+            {BREACHED: [(600 + window, at + window + v.hold_s)]}, **quiet),
+        Run("launchers-just-kept", [*BEGIN, (600, "recovering"), *((at + 20 * n, "start") for n in range(starts))], **quiet),
+        Run("cap-breached-then-new-steps", [*forming(most + 1, at), (600 + window + 150, "train")],
+            {BREACHED: [(600 + window, 600 + window + 150 + v.hold_s)]}, **quiet),
+        Run("cap-breached-then-halted", [*forming(most + 1, at), (600 + window + 150, "halted")],
+            {BREACHED: [(600 + window, 600 + window + 150 + v.hold_s)], HALT: [(600 + window + 150, END)]}, **quiet),
+    ]  # fmt: skip
+
+
+LIMITS_WINDOW, LIMITS_STARTUP = 5, 3
+
+
+def missing(v: Values) -> list[Run]:
+    """A run that vanished, against one that ended and one whose scrapes come and go."""
+    gone = 900 + v.target_missing_s
+    return [
+        Run("vanished", BEGIN, {MISSING: [(gone, END)]}, pods=(("old", 0, 900),)),
+        Run("vanished-came-back", BEGIN, {MISSING: [(gone, 1500)]}, pods=(("old", 0, 900), ("new", 1500, END))),
+        Run("vanished-shortly", BEGIN, pods=(("old", 0, 900), ("new", gone - 90, END))),
+        Run("exit-75-and-nobody-starts-it", [*BEGIN, (890, "retrying")], {MISSING: [(gone, END)]}, pods=(("old", 0, 900),)),
+        Run("two-of-three-scrapes", BEGIN, lost=(300, 2400, 0)),
+        Run("vanished-while-training", [*BEGIN], {MISSING: [(gone, END)]}, pods=(("old", 0, 900),), namespace="research"),
+    ]  # fmt: skip
+
+
+def stuck_launchers(v: Values) -> list[Run]:
+    """The loop stands still while scrapes are answered."""
+    loop = (catalog.LAUNCHER_LOOP.name,)
+    window = v.launcher_stuck_window_s
+    frozen = {loop: lambda now: min(now, 900.0)}
+    back = {loop: lambda now: now if now >= 1500 else min(now, 900.0)}
+    skewed = {loop: lambda now: now - 3 * v.launcher_stuck_ratio * 5}
+    slow = {loop: lambda now: now // 120 * 120}
+    return [
+        Run("launcher-stuck", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen),
+        Run("launcher-stuck-scrapes-lost", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen, lost=(700, 2400, 0)),
+        Run("launcher-turns-again", BEGIN, {STUCK: [(900 + window, 1500)]}, levels=back),
+        Run("launcher-clock-behind", BEGIN, levels=skewed),
+        Run("launcher-slow", BEGIN, levels=slow),
+        Run("launcher-lingers-finished", [*BEGIN, (905, "finished")], levels=frozen),
+    ]  # fmt: skip
+
+
+def checkpoints(v: Values) -> list[Run]:
+    """What is at risk, what fails, what does not fit."""
+    captured = (catalog.CHECKPOINT_CAPTURED.name, "durable")
+    failed = (catalog.SAVES.name, "durable", "failed")
+    rejected = (catalog.CHECKPOINT_REJECTED.name, "checksum")
+    rho = (catalog.CHECKPOINT_SATURATION.name,)
+    limit = v.checkpoint_stale_ratio * (300 + 10)
+    stale = 600 + limit + v.checkpoint_stale_for_s
+    short = 600 + v.save_failing_window_s
+    event = 600 + v.event_window_s
+    hold = {captured: lambda now: min(600.0, max(60.0, now // 300 * 300))}
+    back = {captured: lambda now: 1700.0 if now >= 1710 else min(600.0, max(60.0, now // 300 * 300))}
+    return [
+        Run("stale", BEGIN, {STALE: [(stale, END)]}, levels=hold),
+        Run("stale-scrapes-lost", BEGIN, {STALE: [(stale, END)]}, levels=hold, lost=(600, 2400, 0)),
+        Run("stale-pod-replaced", BEGIN, {STALE: [(stale, END)]}, levels=hold, pods=(("old", 0, 900), ("new", 1080, END))),
+        Run("stale-saved-at-last", BEGIN, {STALE: [(stale, 1710)]}, levels=back),
+        Run("stale-falls-back", BEGIN, {STALE: [(1500 + v.checkpoint_stale_for_s, END)]},
+            levels={captured: lambda now: 60.0 if now >= 1500 else max(60.0, now // 300 * 300)}),
+        Run("not-stale-a-save-is-late", BEGIN,
+            levels={captured: lambda now: 600.0 + (now >= 600 + limit) * (now - 1500) if now >= 600 else 60.0}),
+        Run("not-stale-standing-still", [*BEGIN, (700, "fault"), (705, "redo")], levels=hold, caps=()),
+        Run("not-stale-without-saves", BEGIN, levels={**hold, (catalog.CHECKPOINT_INTERVAL.name,): 0}),
+        Run("not-stale-slow-storage", BEGIN, levels={**hold, (catalog.CHECKPOINT_WRITE_SECONDS.name,): 600}),
+        Run("saves-fail", BEGIN, {"NvrxCheckpointSaveFailing": [(600, short - 100)]},
+            levels={failed: lambda now: 0 if now < 500 else 1 if now < 600 else 2}),
+        Run("saves-fail-from-the-first-scrape", [(600, "start"), (601, "train")],
+            {"NvrxCheckpointSaveFailing": [(615, 600 + v.save_failing_window_s)]}, levels={failed: 2},
+            pods=(("new", 601, END),)),
+        Run("one-save-failed", BEGIN, levels={failed: jump(600, 0, 1)}),
+        Run("saves-failed-long-ago", BEGIN, levels={failed: 7}, fires={"NvrxCheckpointSaveFailing": [(60, v.save_failing_window_s)]}),
+        Run("rejected", BEGIN, {"NvrxCheckpointRejected": [(600, event)]}, levels={rejected: jump(600, 0, 1)}),
+        Run("rejected-scrapes-lost", BEGIN, {"NvrxCheckpointRejected": [(600, event)]}, levels={rejected: jump(600, 0, 1)},
+            lost=(580, 2400, 0)),
+        Run("rejected-pod-replaced", BEGIN, {"NvrxCheckpointRejected": [(640, event)]}, levels={rejected: jump(600, 0, 1)},
+            pods=(("old", 0, 590), ("new", 640, END))),
+        Run("saturated", BEGIN, {"NvrxCheckpointSaturated": [(600 + v.saturation_for_s, 1800)]}, levels={rho: jump(600, 0.9, 1.1, 1800)}),
+        Run("saturated-scrapes-lost", BEGIN, {"NvrxCheckpointSaturated": [(600 + v.saturation_for_s, 1800)]},
+            levels={rho: jump(600, 0.9, 1.1, 1800)}, lost=(600, 2400, 0)),
+        Run("nearly-saturated", BEGIN, levels={rho: 0.99}),
+        Run("saturated-once", BEGIN, levels={rho: jump(600, 0.9, 1.1, 600 + v.saturation_for_s - 60)}),
+    ]  # fmt: skip
+
+
+def steps(v: Values) -> list[Run]:
+    """Slow ranks and slow steps."""
+    late, step = (catalog.RANK_LATENESS.name, "2"), (catalog.STEP_SECONDS.name,)
+    summary = (catalog.RANK_SUMMARIES[catalog.RANK_LATENESS.name][1].name,)
+    slow, regressed = 600 + v.slow_rank_for_s, 600 + v.step_time_for_s
+    hidden = {(catalog.RANK_LATENESS.name, rank): lambda now: None for rank in "0123"}
+    return [
+        Run("slow-rank", BEGIN, {"NvrxSlowRank": [(slow, 1500 + v.hold_s)]}, levels={late: jump(600, 0.01, 0.25, 1500)}),
+        Run("slow-rank-scrapes-lost", BEGIN, {"NvrxSlowRank": [(slow, END)]}, levels={late: jump(600, 0.01, 0.25)}, lost=(600, 2400, 0)),
+        Run("slow-rank-summary", BEGIN, {"NvrxSlowRank": [(slow, END)]}, levels={**hidden, summary: jump(600, 0.01, 0.25)}),
+        Run("rank-a-little-late", BEGIN, levels={late: 0.19}),
+        Run("rank-late-for-a-moment", BEGIN, levels={late: jump(600, 0.01, 0.5, slow - 60)}),
+        Run("all-steps-slow-together", BEGIN, levels={step: 100, late: 0.5, (catalog.STEP_REFERENCE.name,): 0}),
+        Run("steps-regressed", BEGIN, {"NvrxStepTimeRegressed": [(regressed, 1500 + v.hold_s)]}, levels={step: jump(600, 1, 1.35, 1500)}),
+        Run("steps-vary", BEGIN, levels={step: 1.25}),
+        Run("steps-regressed-for-a-moment", BEGIN, levels={step: jump(600, 1, 1.35, regressed - 60)}),
+        Run("steps-slow-in-a-smaller-world", BEGIN, {"NvrxWorldShrunk": [(600 + v.world_shrunk_for_s, END)]},
+            levels={step: jump(600, 1, 1.35), (catalog.WORLD_SIZE.name,): jump(600, 4, 3)}),
+    ]  # fmt: skip
+
+
+def tickets(v: Values) -> list[Run]:
+    """Recoveries that are not as they should be."""
+    used = (catalog.BUDGET_USED.name, "unknown_progress")
+    degraded, fresh = (catalog.INCIDENTS_DEGRADED.name,), (catalog.FRESH_STARTS.name, "lost")
+    world, standby = (catalog.WORLD_SIZE.name,), (catalog.STANDBY_READY.name,)
+    flaps = [event for n in range(3) for event in ((600 + 60 * n, "fault"), (602 + 60 * n, "flap"))]
+    event = 600 + v.event_window_s
+    flapping = {"NvrxFlapping": [(602, 722 + v.flapping_window_s)]}
+    shrunk, unready = 600 + v.world_shrunk_for_s, 600 + v.standby_missing_for_s
+    return [
+        Run("flapping", [*BEGIN, *flaps], flapping),
+        Run("flapping-scrapes-lost", [*BEGIN, *flaps], flapping, lost=(600, 2400, 0)),
+        Run("flapping-pod-replaced", [*BEGIN, *flaps], {"NvrxFlapping": [(640, 722 + v.flapping_window_s)]},
+            pods=(("old", 0, 595), ("new", 640, END))),
+        Run("flapping-finished", [*BEGIN, *flaps, (900, "finished")], {"NvrxFlapping": [(602, 900)]}),
+        Run("degraded", BEGIN, {"NvrxRecoveredDegraded": [(600, event)]}, levels={degraded: jump(600, 0, 1)}),
+        Run("degraded-again", BEGIN, {"NvrxRecoveredDegraded": [(60, v.event_window_s)]}, levels={degraded: 3}),
+        Run("budget-refilled-in-time", [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"),
+                                        (660 + v.budget_low_for_s - 30, "progress")]),
+        Run("budget-low-then-refilled", [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"), (1200, "progress")],
+            {LOW: [(660 + v.budget_low_for_s, 1200)]}),
+        Run("unknown-progress", BEGIN, {"NvrxUnknownProgress": [(600, 1200 + v.hold_s)]}, levels={used: jump(600, 0, 1, 1200)}),
+        Run("world-shrunk", BEGIN, {"NvrxWorldShrunk": [(shrunk, 1500)]}, levels={world: jump(600, 4, 3, 1500)}),
+        Run("world-shrunk-scrapes-lost", BEGIN, {"NvrxWorldShrunk": [(shrunk, END)]}, levels={world: jump(600, 4, 3)}, lost=(600, 2400, 0)),
+        Run("world-shrunk-shortly", BEGIN, levels={world: jump(600, 4, 3, shrunk - 60)}),
+        Run("world-not-formed-yet", BEGIN, levels={world: 0}),
+        Run("world-shrunk-finished", [*BEGIN, (1500, "finished")], {"NvrxWorldShrunk": [(shrunk, 1500)]}, levels={world: jump(600, 4, 3)}),
+        Run("standby-missing", BEGIN, {"NvrxStandbyMissing": [(unready, 1500)]}, levels={standby: jump(600, 1, 0, 1500)}),
+        Run("standby-replaced", BEGIN, levels={standby: jump(600, 1, 0, unready - 60)}),
+        Run("no-standby-wanted", BEGIN, levels={standby: 0, (catalog.STANDBYS_CONFIGURED.name,): 0}),
+        Run("fresh-start-lost-progress", BEGIN, {"NvrxSilentFreshStart": [(600, event)]}, levels={fresh: jump(600, 0, 1)}),
+        Run("fresh-start-of-a-new-run", BEGIN, levels={(catalog.FRESH_STARTS.name, "none"): jump(600, 1, 2)}),
+    ]  # fmt: skip
+
+
+def nodes(v: Values) -> list[Run]:
+    """Memory, storage, devices."""
+    used, free = (catalog.HOST_MEMORY.name, "used"), (catalog.STORAGE.name, "free")
+    faults = (catalog.NODE_FAULTS.name, "node-2")
+    pressed, full = 600 + v.memory_for_s, 600 + v.storage_for_s
+    tight = (v.memory_ratio + 0.01) * 60e9 + 40e9
+    device = {"NvrxRepeatedDeviceFault": [(900, END)]}
+    count = {faults: lambda now: sum(now >= at for at in (600, 750, 900))}
+    return [
+        Run("memory-pressure", BEGIN, {"NvrxHostMemoryPressure": [(pressed, 1500)]}, levels={used: jump(600, 60e9, tight, 1500)}),
+        Run("memory-pressure-scrapes-lost", BEGIN, {"NvrxHostMemoryPressure": [(pressed, END)]},
+            levels={used: jump(600, 60e9, tight)}, lost=(600, 2400, 0)),
+        Run("memory-mostly-slots", BEGIN, levels={used: (v.memory_ratio - 0.02) * 60e9 + 40e9}),
+        Run("memory-peak", BEGIN, levels={used: jump(600, 60e9, tight, pressed - 60)}),
+        Run("storage-full", BEGIN, {"NvrxStorageNearFull": [(full, 1500)]}, levels={free: jump(600, 5e11, 0.95e11, 1500)}),
+        Run("storage-small", BEGIN, {"NvrxStorageNearFull": [(full, END)]},
+            levels={free: jump(600, 5e11, 4e11), (catalog.CHECKPOINT_SIZE.name,): 1.5e11}),
+        Run("storage-enough", BEGIN, levels={free: 1.05e11, (catalog.CHECKPOINT_SIZE.name,): 0.33e11}),
+        Run("storage-not-read", BEGIN, levels={(catalog.STORAGE.name, "size"): 0, free: 0}),
+        Run("one-node-fails", BEGIN, device, levels=count),
+        Run("one-node-fails-pod-replaced", BEGIN, device, levels=count, pods=(("old", 0, 760), ("new", 700, END))),
+        Run("faults-on-two-nodes", BEGIN, levels={faults: jump(600, 0, 2), (catalog.NODE_FAULTS.name, "node-1"): jump(600, 0, 1)}),
+    ]  # fmt: skip
+
+
+def monitoring(v: Values) -> list[Run]:
+    """Telemetry, clocks, versions."""
+    dropped, errors = ((metric.name, "journal") for metric in (catalog.TELEMETRY_DROPPED, catalog.TELEMETRY_ERRORS))
+    skew, loop = (catalog.CLOCK_SKEW.name,), (catalog.LAUNCHER_LOOP.name,)
+    build = catalog.BUILD_INFO.name
+    lasting = 600 + v.telemetry_window_s
+    other = {(build, catalog.VERSION): lambda now: None, (build, "0" * 8): 1}
+    return [
+        Run("telemetry-drops", BEGIN, {"NvrxTelemetryDropping": [(600, lasting)]}, levels={dropped: jump(600, 0, 5)}),
+        Run("telemetry-errs", BEGIN, {"NvrxTelemetryDropping": [(600, lasting)]}, levels={errors: jump(600, 0, 1)}),
+        Run("telemetry-count-starts-anew", BEGIN, levels={dropped: lambda now: None if now < 60 else 0}),
+        Run("clock-set-back", BEGIN, {"NvrxClockSkew": [(600, 1200 + v.hold_s)]}, levels={skew: jump(600, 0, -31, 1200)}),
+        Run("clock-ahead", BEGIN, {"NvrxClockSkew": [(600, END)]}, levels={loop: lambda now: now + 40 * (now >= 600)}),
+        Run("clock-nearly-right", BEGIN, levels={skew: 29, loop: lambda now: now + 29}),
+        Run("catalog-differs", BEGIN, {"NvrxCatalogMismatch": [(v.sample_memory_s, END)]}, levels=other),
+        Run("catalog-upgraded", BEGIN, levels={
+            (build, "0" * 8): lambda now: 1 if now < 300 else None, (build, catalog.VERSION): lambda now: None if now < 300 else 1}),
+    ]  # fmt: skip
