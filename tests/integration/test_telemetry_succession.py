@@ -12,7 +12,7 @@ import pytest
 
 from nvrx_sre.core.limits import Limits, TelemetryLimits
 from nvrx_sre.events.journal import JournalReader
-from nvrx_sre.events.schema import FaultClass, IncidentClosed, LauncherStarted, Record, RestoredFrom
+from nvrx_sre.events.schema import FaultClass, IncidentClosed, LauncherStarted, ProgressResumed, Record, RestoredFrom
 from nvrx_sre.events.snapshot import fits
 from nvrx_sre.launcher.past import LauncherFolds, read_past
 from nvrx_sre.launcher.rundir import RunDirectory
@@ -235,7 +235,11 @@ def test_events_owed_at_a_rotation_are_not_lost(start: Start, tmp_path: Path) ->
         telemetry.sync(SYNC_S)
     telemetry.close()
     wanted = FoldedRun(RUN).parts
-    for cut in range(5, len(records), 7):
+    owing = [
+        number for number, record in enumerate(records) if isinstance(record.event, ProgressResumed | IncidentClosed)
+    ]
+    assert len(owing) == 2
+    for cut in (owing[0] - 5, *owing, owing[1] + 1):
         left = tmp_path / f"cut-{cut}"
         shutil.copytree(tmp_path / "run", left)
         for path in (left / "journal").iterdir():
@@ -246,8 +250,9 @@ def test_events_owed_at_a_rotation_are_not_lost(start: Start, tmp_path: Path) ->
         again.replay(list(reader), reader.snapshot)
         rest = [event for record in records[cut:] for event in again.record(record)]
         again.close()
-        told = [type(record.event) for record in records[:cut]].count(IncidentClosed)
-        assert [type(event) for event, _ in rest].count(IncidentClosed) + told == 1
+        for kind in (ProgressResumed, IncidentClosed):
+            told = [type(record.event) for record in records[:cut]].count(kind)
+            assert [type(event) for event, _ in rest].count(kind) + told == 1, f"{kind.__name__}, cut after {cut}"
 
 
 def _seq(line: bytes) -> int:
