@@ -113,10 +113,10 @@ class TelemetryLimits:
 
     journal_queue_records: int = 65_536
     """Records waiting for the journal's thread; beyond it records are dropped and counted."""
-    journal_segment_bytes: int = 16 * 1024 * 1024
+    journal_segment_bytes: int = 4 * 1024 * 1024
     """A segment of the journal beyond this is closed; the next one begins with a snapshot. Replay reads one segment."""
-    journal_segments: int = 256
-    """Segments kept; the oldest are deleted. 4 GiB, about three months of a run that records a step a second."""
+    journal_segments: int = 1024
+    """Segments kept; the oldest are deleted. 4 GiB, about half a year of a run that records once a second."""
     step_aggregate_s: float = 1.0
     """Longest span of steps that one `StepsCommitted` covers (seconds)."""
     metrics_linger_s: float = 65.0
