@@ -80,7 +80,6 @@ def command(options: RunOptions, script: str, script_args: tuple[str, ...], **fl
     options = dataclasses.replace(
         named(options, flags["rdzv_id"], script, is_module=flags["module"]),
         limits=mapped_limits(options.limits, flags["max_restarts"], flags["shutdown_timeout"]),
-        notices=(*options.notices, *notices(flags)),
     )
     check_fault_specs(options.fault_specs, nproc)
     config = build_run_config(
@@ -89,7 +88,7 @@ def command(options: RunOptions, script: str, script_args: tuple[str, ...], **fl
         nproc=nproc,
         config_items=identity(script, script_args, nproc),
     )
-    return run_and_report(config, num_steps=None, notices=options.notices)
+    return run_and_report(config, num_steps=None, notices=notices(flags))
 
 
 def identity(script: str, script_args: tuple[str, ...], nproc: int) -> dict[str, str]:

@@ -165,6 +165,16 @@ def _save_failed(record: Record, event: schema.SaveFailed) -> Line:
     return Line(f"save of step {event.step} failed: {event.reason}: {event.message}", WARN)
 
 
+def _hot_slots_allocated(record: Record, event: schema.HotSlotsAllocated) -> Line:
+    slot = f"{event.num_slots} slots a rank, up to {event.slot_bytes / 2**20:,.0f} MiB each"
+    return Line(f"hot checkpoints: {slot}, {event.total_bytes / 2**20:,.0f} MiB on this node", FAINT)
+
+
+def _hot_interval_chosen(record: Record, event: schema.HotIntervalChosen) -> Line:
+    cost = f"a capture costs {event.cost_s * 1e3:.2f} ms, a step takes {event.step_s * 1e3:.0f} ms"
+    return Line(f"hot capture every {event.every_steps} steps: {cost}; {event.reason}", FAINT)
+
+
 def _replay_diverged(record: Record, event: schema.ReplayDiverged) -> Line:
     return Line(f"step {event.step} gave a different loss when it was redone", BAD)
 
@@ -213,6 +223,8 @@ _TELLERS: dict[type[schema.Event], Callable[[Record, Any], Line | None]] = {
     schema.SaveVerified: _save_verified,
     schema.SaveSkipped: _save_skipped,
     schema.SaveFailed: _save_failed,
+    schema.HotSlotsAllocated: _hot_slots_allocated,
+    schema.HotIntervalChosen: _hot_interval_chosen,
     schema.ReplayDiverged: _replay_diverged,
     schema.PreemptionReceived: _preemption_received,
     schema.CapReached: _cap_reached,

@@ -57,8 +57,6 @@ class RunOptions:
     allow_brake: bool = False
     rank_metrics: RankMetrics | None = None
     labels: dict[str, str] = field(default_factory=dict)
-    notices: tuple[str, ...] = field(default=())
-    """What the user should know before the run starts, a line each."""
 
 
 def _load_config(ctx: click.Context, _: click.Parameter, value: Path | None) -> Path | None:
@@ -248,7 +246,6 @@ _SHARED = (
 
 def _build(values: dict[str, Any]) -> RunOptions:
     run, run_dir = _place(values["name"], values["run_dir"])
-    notices: list[str] = []
     linger_s: float | None = values["metrics_linger"]
     fields_of = {
         section: dict(content) for section, content in click.get_current_context().meta.get(LIMITS_KEY, {}).items()
@@ -280,7 +277,6 @@ def _build(values: dict[str, Any]) -> RunOptions:
         allow_brake=values["allow_brake"],
         rank_metrics=None if values["rank_metrics"] is None else RankMetrics(values["rank_metrics"]),
         labels=dict(map(_label, values["labels"])),
-        notices=tuple(notices),
     )
 
 

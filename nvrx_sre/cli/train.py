@@ -106,7 +106,7 @@ def command(options: RunOptions, nproc: int, **values: Any) -> int:
     """
     trainer = TrainerConfig(**values)
     config = training_run(options, trainer, nproc)
-    return run_and_report(config, num_steps=trainer.steps, notices=options.notices)
+    return run_and_report(config, num_steps=trainer.steps)
 
 
 def training_run(options: RunOptions, trainer: TrainerConfig, nproc: int) -> RunConfig:

@@ -44,12 +44,12 @@ def test_a_bad_name_is_refused() -> None:
         _parse("--name", "No Spaces")
 
 
-def test_auto_capture_says_what_it_does() -> None:
-    """An option that stands for something says so."""
-    options = _parse("--hot-every", "auto")
-    assert options.hot_every == 1
-    assert "every step" in options.notices[0]
-    assert _parse("--hot-every", "5").notices == _parse().notices == ()
+def test_auto_capture_is_left_to_the_launcher() -> None:
+    """None: chosen by measurement. The number of slots is 2 or 3."""
+    assert _parse("--hot-every", "auto").hot_every is None
+    assert (_parse().hot_slots, _parse("--hot-slots", "2").hot_slots) == (3, 2)
+    with pytest.raises(click.BadParameter):
+        _parse("--hot-slots", "4")
 
 
 @pytest.mark.parametrize("value", ["-1", "often"])
