@@ -299,9 +299,9 @@ class Context:
 
     def discard(self) -> None:
         """The generation is over on this rank; the runtime's exit, not for user code. Blocks for a running copy."""
-        self._inject("teardown")
         if self._saver is not None:
             self._saver.close()
+        self._inject("teardown")
 
     def _inject(self, point: str) -> None:
         """Fire planned faults of the next step; before the restore, of the step after the newest candidate's."""
