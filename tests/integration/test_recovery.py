@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nvrx_sre.cli.events import replayed
 from nvrx_sre.events.schema import (
     CheckpointRejected,
     FaultDetected,
@@ -143,6 +144,15 @@ def test_the_demos_faults_one_after_another(oracle: tuple[int, Ended], tmp_path:
     assert [event.step for event in rejected] == [16], ended.explain()
     last = ended.events(StateRestored)[-1][1]
     assert (last.step, last.source) == (8, RestoredFrom.DURABLE), ended.explain()
+    assert_replay_is_the_same(ended)
+
+
+def assert_replay_is_the_same(ended: Ended) -> None:
+    """Folding the journal again gives the ledger, incidents and spans that the launcher had at its end."""
+    again, summary = replayed(ended.run_dir / "journal", ended.summary["run"]), ended.summary
+    assert (again["ledger"], again["incidents"]) == (summary["ledger"], summary["incidents"])
+    assert again["events"] == summary["telemetry"]["events"] == len(ended.records)
+    assert sorted(span["span_id"] for span in again["spans"]) == sorted(span["span_id"] for span in ended.spans)
 
 
 def is_of_the_save(record: Record) -> bool:
