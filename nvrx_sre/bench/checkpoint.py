@@ -251,7 +251,7 @@ class Benchmark:
         write_s = self._config.write_s
         interval = max(1, round(write_s / saturation / step_s))
         num_writes = 1 if saturation < 0.5 else self._config.num_saves
-        total_s = num_writes * max(interval * step_s, write_s) + 1.3 * write_s + 1
+        total_s = num_writes * max(interval * step_s, write_s) + 1.5 * write_s + 1
         return interval, math.ceil(total_s / step_s) + interval * (saturation > 1)
 
     # --- restore ------------------------------------------------------------------------------------------

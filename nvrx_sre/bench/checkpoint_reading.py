@@ -210,17 +210,20 @@ def efficiency(
 ) -> Efficiency:
     """Figures of the steps `window[0]..window[1]` that asked for a save each `interval` steps.
 
-    Raises `InternalError` if nothing was written in it.
+    Raises `InternalError` if no save was begun in it.
     """
     steps = [stamp for stamp in stamps if stamp.kind == "step" and window[0] <= stamp.step <= window[1]]
     begin_ns, end_ns = steps[0].start_ns, steps[-1].end_ns
     wall_s = seconds(end_ns - begin_ns)
-    inside = [save for save in saves if begin_ns <= save.committed_ns <= end_ns]
-    if not inside:
-        raise InternalError(f"no save was committed in the benchmark's window of interval {interval}")
-    write_s = statistics.median(seconds(save.ended_ns - save.started_ns) for save in inside)
+    begun = [save for save in saves if begin_ns <= save.started_ns <= end_ns]
+    if not begun:
+        raise InternalError(f"no save was begun in the benchmark's window of interval {interval}")
+    inside = [save for save in begun if 0 < save.committed_ns <= end_ns]
+    write_s = statistics.median(seconds(save.ended_ns - save.started_ns) for save in begun)
     interval_s = interval * base.step_s
-    before = [begin_ns, *(save.captured_ns for save in inside[:-1])]
+    # The age at the end of the window counts where nothing was committed in it.
+    captured = [begin_ns, *(save.captured_ns for save in inside[:-1])]
+    committed = [save.committed_ns for save in inside] or [end_ns]
     spacing_s = max(interval_s, write_s)
     return Efficiency(
         value=len(steps) * base.step_s / wall_s,
@@ -228,8 +231,8 @@ def efficiency(
         saturation=write_s / interval_s,
         write_s=write_s,
         freshness=tuple(
-            (seconds(save.committed_ns - captured_ns) - interval_s) / write_s
-            for captured_ns, save in zip(before, inside, strict=True)
+            (seconds(committed_ns - captured_ns) - interval_s) / write_s
+            for captured_ns, committed_ns in zip(captured, committed, strict=True)
         ),
         num_commits=len(inside),
         num_possible=max(len(inside), 1 + int(max(0.0, wall_s - interval_s - write_s) / spacing_s)),

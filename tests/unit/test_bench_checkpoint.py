@@ -118,8 +118,19 @@ def test_efficiency_freshness_and_commits_of_a_window() -> None:
     assert (found.write_s, found.saturation) == (pytest.approx(2.0), pytest.approx(1.0))
     assert found.freshness == tuple(pytest.approx((4.0 - 2.0) / 2.0) for _ in range(4))
     assert (found.num_commits, found.num_possible) == (4, 5)
-    with pytest.raises(InternalError, match="no save was committed"):
+    with pytest.raises(InternalError, match="no save was begun"):
         reading.efficiency(stamps, (1, 10), 2, saves[-1:], BASE)
+
+
+def test_a_window_without_a_commit_is_told_by_the_age_at_its_end() -> None:
+    """A write that outlasts the window is no success, and no figure is left out for it."""
+    stamps = [stamp("step", step, step - 1, step) for step in range(1, 7)]
+    late = Save(step=2, captured_ns=at(2), started_ns=at(2), committed_ns=at(9), ended_ns=at(10))
+    failed = Save(step=2, captured_ns=at(2), started_ns=at(2), committed_ns=0, ended_ns=at(10))
+    for save in (late, failed):
+        found = reading.efficiency(stamps, (1, 6), 2, [save], BASE)
+        assert (found.num_commits, found.num_possible, found.write_s) == (0, 1, pytest.approx(8.0))
+        assert found.freshness == (pytest.approx((6.0 - 2.0) / 8.0),)
 
 
 def test_restores_are_told_apart_by_process_and_tier() -> None:
