@@ -52,6 +52,22 @@ def test_auto_capture_is_left_to_the_launcher() -> None:
         _parse("--hot-slots", "4")
 
 
+def test_owner_priority_and_the_way_of_ranks_reach_the_launcher() -> None:
+    """`--label` and `--rank-metrics`; nothing said leaves the defaults to the catalog and the world."""
+    options = _parse("--label", "team=core", "--label", "priority=dev", "--rank-metrics", "summary")
+    config = build_run_config(options, command=("x.py",), nproc=2, config_items={})
+    assert config.labels == {"team": "core", "priority": "dev"}
+    assert config.rank_metrics == "summary"
+    assert (_parse().labels, _parse().rank_metrics) == ({}, None)
+
+
+@pytest.mark.parametrize("text", ["team", "team=", "team=two words", "priority=high", "owner=me"])
+def test_a_label_that_no_rule_knows_is_refused(text: str) -> None:
+    """Names and values are few, so that they can be labels."""
+    with pytest.raises(UserError, match=r"--label .*team=TEXT"):
+        _parse("--label", text)
+
+
 @pytest.mark.parametrize("value", ["-1", "often"])
 def test_a_bad_capture_interval_is_a_usage_error(value: str) -> None:
     """Neither negative nor text."""
