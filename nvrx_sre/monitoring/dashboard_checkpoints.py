@@ -42,13 +42,17 @@ def _summary(q: Query) -> tuple[Panel, ...]:
     at_risk = f"{q.latest(catalog.STEP_HIGH_WATER)} - ({q.latest(catalog.CHECKPOINT_STEP, tier='durable')} >= 0)"
     return (
         stat("Age", "Age of the newest restorable state of each tier, from its capture; before the first save: from "
-             "the run's start.", "s", 6, now(age, "{{tier}}"), decimals=0, steps=(Step(color=BLUE),)),
+             "the run's start.", "s", 6, now(age, "{{tier}}"),
+             runbooks=("NvrxCheckpointStale",),
+             decimals=0, steps=(Step(color=BLUE),)),
         stat("Step", "The newest restorable step of each tier.", "none", 5, now(step, "{{tier}}"), decimals=0,
              steps=(Step(color=BLUE),), no_value="none yet"),
         stat("Steps at risk", "Steps that would be trained again if the node and its hot slots were lost now.", "none",
              4, now(at_risk, "steps"), decimals=0, steps=(Step(color=BLUE),), no_value="no save yet"),
         stat("Saturation now", "Write time of a durable save over the expected interval: above 1 saves are skipped.",
-             PERCENTAGE, 4, now(q.latest(catalog.CHECKPOINT_SATURATION), "rho"), decimals=1,
+             PERCENTAGE, 4, now(q.latest(catalog.CHECKPOINT_SATURATION), "rho"),
+             runbooks=("NvrxCheckpointSaturated",),
+             decimals=1,
              steps=(Step(color=GREEN), Step(color=ORANGE, value=0.7), Step(color=RED, value=1.0))),
         stat("Size", "Size of the newest durable commit, and memory of all hot slots.", "bytes", 5,
              now(q.latest(catalog.CHECKPOINT_SIZE), "durable"), now(q.latest(catalog.HOT_SLOTS_BYTES), "hot slots"),
@@ -97,11 +101,14 @@ def _load(q: Query) -> tuple[Panel, ...]:
     )  # fmt: skip
 
 
-def _counts(q: Query, title: str, description: str, metric: Metric, *labels: str) -> Panel:
+def _counts(
+    q: Query, title: str, description: str, metric: Metric, *labels: str, runbooks: tuple[str, ...] = ()
+) -> Panel:
     """A table of what a counter gained in the time range by its labels, empty where nothing did."""
     columns = [Column(title=label.capitalize(), label=label) for label in labels]
     columns.append(Column(title="Number", expr=f"{q.gain(metric, *labels, window=RANGE)} > 0", decimals=0))
-    return table(f"{title}", description + " In the chosen time range.", 8, columns, sort_by="Number", no_value="none")
+    description += " In the chosen time range."
+    return table(title, description, 8, columns, sort_by="Number", no_value="none", runbooks=runbooks)
 
 
 def _saves(q: Query) -> tuple[Panel, ...]:
@@ -110,7 +117,7 @@ def _saves(q: Query) -> tuple[Panel, ...]:
         _counts(q, "Skipped", "Due saves that did not happen, by tier and reason.", catalog.SAVES_SKIPPED, "tier",
                 "reason"),
         _counts(q, "Failed", "Durable saves that had started and did not commit, by reason.", catalog.SAVE_FAILURES,
-                "reason"),
+                "reason", runbooks=("NvrxCheckpointSaveFailing",)),
         percentiles(
             q, "Parts of a save", "Sealed on all ranks until taken over, written, renamed into place, read back.",
             catalog.SAVE_SECONDS, catalog.SAVE_MAX, "stage",
@@ -126,9 +133,9 @@ def _restores(q: Query) -> tuple[Panel, ...]:
     return (
         _counts(q, "Restores", "Generations by where their state came from.", catalog.RESTORES, "tier"),
         _counts(q, "Rejected", "Checkpoints found unusable, by reason. They are moved aside, never deleted.",
-                catalog.CHECKPOINT_REJECTED, "reason"),
+                catalog.CHECKPOINT_REJECTED, "reason", runbooks=("NvrxCheckpointRejected",)),
         _counts(q, "Fresh starts", "Generations that began at step 0; lost: steps had been committed before.",
-                catalog.FRESH_STARTS, "progress"),
+                catalog.FRESH_STARTS, "progress", runbooks=("NvrxSilentFreshStart",)),
         timeseries(
             "Restored step", "Step of the newest restore beside the highest step ever committed.", "none", 12,
             course(q.latest(catalog.STEP_HIGH_WATER), "high water"),

@@ -55,7 +55,8 @@ def _summary(q: Query) -> tuple[Panel, ...]:
              now(f"count({number} == {Situation.TRAINING:d}) or vector(0)", "training")),
         stat("In trouble", "Runs that are silent, stalled, stuck in rendezvous, in a crash loop, failed or halted.",
              "none", 5, now(f"count({bad}) or vector(0)", "in trouble"),
-             steps=(Step(color=GREEN), Step(color=RED, value=1)), color_background=True),
+             runbooks=("NvrxTargetMissing", "NvrxLauncherStuck"), color_background=True,
+             steps=(Step(color=GREEN), Step(color=RED, value=1))),
         stat("Recovering", "Runs that recover from a fault now, or have recovered too often of late.", "none", 5,
              now(f"count({number} >= {Situation.RECOVERING:d} < {Situation.SILENT:d}) or vector(0)", "recovering"),
              steps=(Step(color=GREEN), Step(color=ORANGE, value=1))),
@@ -150,6 +151,6 @@ def _culprits(q: Query) -> tuple[Panel, ...]:
         bars(
             "Caps reached", "Retry caps that stopped a run in the chosen time range.", "none", 12,
             now(f"sum by (cap) ({q.gain(catalog.CAPS_REACHED, 'cap', window=RANGE)}) > 0", "{{cap}}"),
-            decimals=0, no_value="none",
+            runbooks=("NvrxRunHalted",), decimals=0, no_value="none",
         ),
     )  # fmt: skip

@@ -16,7 +16,6 @@ Pure apart from parsing. Must not: be imported by a command that has to run with
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import promql_parser
@@ -49,7 +48,7 @@ def dashboard_problems(text: str, known: Known) -> list[str]:
     """What is wrong with a dashboard's JSON."""
     document = json.loads(text)
     found = _document_problems(document)
-    panels = list(all_panels(document))
+    panels = document["panels"]
     identifiers = [panel["id"] for panel in panels]
     if len(set(identifiers)) != len(identifiers):
         found.append("panel ids repeat")
@@ -64,14 +63,7 @@ def dashboard_problems(text: str, known: Known) -> list[str]:
         where = f"annotation {annotation['name']!r}"
         found += _source_problems(where, annotation)
         found += [f"{where}: {item}" for item in _expression_problems(annotation["expr"], known)]
-    return found + _overlaps(document["panels"])
-
-
-def all_panels(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every panel, rows and what collapsed rows hold included."""
-    for panel in document["panels"]:
-        yield panel
-        yield from panel.get("panels", ())
+    return found + _overlaps(panels)
 
 
 def _document_problems(document: dict[str, Any]) -> list[str]:

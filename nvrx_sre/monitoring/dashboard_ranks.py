@@ -54,14 +54,16 @@ def _summary(q: Query) -> tuple[Panel, ...]:
              now(q.latest(catalog.WORLD_SIZE_MIN), "least"), decimals=0, steps=(Step(color=BLUE),)),
         stat("Standbys", "Processes that can become any rank of their node: ready, and asked for.", "none", 4,
              now(q.latest(catalog.STANDBY_READY), "ready"), now(q.latest(catalog.STANDBYS_CONFIGURED), "asked for"),
-             decimals=0,
+             runbooks=("NvrxStandbyMissing",), decimals=0,
              steps=(Step(color=ORANGE), Step(color=GREEN, value=1))),
         stat("Oldest heartbeat", "Time since the last message of the rank that has been silent for longest.", "s", 6,
              now(f"time() - min by {q.keys()} ({_either(q, catalog.RANK_HEARTBEAT, 'min')} > 0)", "silent for"),
              decimals=1, steps=(Step(color=GREEN), Step(color=ORANGE, value=10), Step(color=RED, value=60))),
         stat("Slowest rank", "The rank that comes last to the first collective of a step, and how late, smoothed. Step "
              "time would not tell: synchronous ranks all look equal.", "s", 6,
-             now(f"topk by {q.keys()} (1, {_latest_lateness(q)})", "rank {{rank}}"), decimals=3,
+             now(f"topk by {q.keys()} (1, {_latest_lateness(q)})", "rank {{rank}}"),
+             runbooks=("NvrxSlowRank",),
+             decimals=3,
              text_mode="value_and_name", steps=(Step(color=BLUE),)),
     )  # fmt: skip
 
@@ -79,7 +81,7 @@ def _either(q: Query, metric: Metric, end: str) -> str:
 def _latest_lateness(q: Query) -> str:
     """Lateness by rank; of a summary, the greatest with its rank as a label."""
     _, most, _, where = catalog.RANK_SUMMARIES[catalog.RANK_LATENESS.name]
-    rank = f'count_values by {q.keys()} ("rank", {q.latest(where)} >= 0)'
+    rank = f'count_values without () ("rank", {q.latest(where)} >= 0)'
     summary = f"({rank}) * on {q.keys()} group_left () {q.latest(most)}"
     return f"({q.latest(catalog.RANK_LATENESS, 'rank')} or {summary})"
 
@@ -161,16 +163,20 @@ def _nodes(q: Query) -> tuple[Panel, ...]:
             "Host memory", "Memory in use and the hot slots in it, as a share of the limit: the cgroup's, or the "
             "host's where none is set.", PERCENTAGE, 8,
             course(f"{used} / ({limit} > 0)", "{{instance}} used"),
-            course(f"{slots} / ({limit} > 0)", "{{instance}} hot slots"), minimum=0, maximum=1,
+            course(f"{slots} / ({limit} > 0)", "{{instance}} hot slots"),
+            runbooks=("NvrxHostMemoryPressure",),
+            minimum=0, maximum=1,
         ),
         timeseries(
             "Storage and shared memory", "Used share of the run directory's file system and of /dev/shm.",
             PERCENTAGE, 8,
-            course(disk, "{{instance}} run directory"), course(shared, "{{instance}} /dev/shm"), minimum=0, maximum=1,
+            course(disk, "{{instance}} run directory"), course(shared, "{{instance}} /dev/shm"),
+            runbooks=("NvrxStorageNearFull",),
+            minimum=0, maximum=1,
         ),
         timeseries(
             "Clock skew", "System clock minus the clock that stamps the records of a launcher: a step of the clock "
-            "since the launcher's start.", "s", 8, course(skew, "{{instance}}"),
+            "since the launcher's start.", "s", 8, course(skew, "{{instance}}"), runbooks=("NvrxClockSkew",),
         ),
         stat("Leftover processes", "Processes of a killed predecessor that a launcher had to end at its start.", "none",
              8, now(f"sum by {q.keys()} ({q.series(catalog.LEFTOVER_PROCESSES)})", "processes"), decimals=0,

@@ -116,6 +116,14 @@ def _times(q: Query) -> tuple[Panel, ...]:
             course(f"{q.latest(catalog.OUTAGE_MAX, 'layer')} > 0", "{{run}} {{layer}}"), minimum=0,
             no_value="no outage",
         ),
+        timeseries(
+            "Last outage", "Outage of the newest incident that recovered, 0 before the first.", "s", 12,
+            course(q.latest(catalog.OUTAGE_LAST), "{{run}}"), minimum=0,
+        ),
+        timeseries(
+            "Last rollback", "Steps that the newest recovered incident threw back, 0 before the first.", "none", 12,
+            course(q.latest(catalog.ROLLBACK_LAST), "{{run}}"), minimum=0,
+        ),
     )  # fmt: skip
 
 
@@ -178,6 +186,8 @@ def _ways(q: Query) -> tuple[Panel, ...]:
             course(f"sum({q.latest(catalog.RANK_REPLACEMENTS)})", "replacements"),
             course(f"sum({q.latest(catalog.RANKS_EXCLUDED)})", "exclusions"),
             course(f"sum({q.latest(catalog.PROGRESS_RESUMED)})", "progress resumed"),
-            course(f"sum({q.latest(catalog.INCIDENTS_DEGRADED)})", "recovered degraded"), minimum=0, decimals=WHOLE,
+            course(f"sum({q.latest(catalog.INCIDENTS_DEGRADED)})", "recovered degraded"),
+            runbooks=("NvrxRecoveredDegraded", "NvrxRepeatedDeviceFault"),
+            minimum=0, decimals=WHOLE,
         ),
     )  # fmt: skip

@@ -65,7 +65,9 @@ def _verdict(q: Query, signals: Signals) -> tuple[Panel, ...]:
             "Verdict", "The run's situation in a word. Crash loop: attempts without progress have reached the run's "
             "own limit. Flapping: recoveries with progress, too often. Stuck in rendezvous: half its deadline is gone. "
             "Stalled: no step for longer than the phase's deadline allows, and nothing acted.", "none", TOP_WIDTH,
-            now(situation(q), "verdict"), height=TOP_HEIGHT, mappings=WORDS, color_background=True,
+            now(situation(q), "verdict"),
+            runbooks=("NvrxCrashLooping", "NvrxFlapping", "NvrxRendezvousStuck", "NvrxRunStalled", "NvrxRunHalted"),
+            height=TOP_HEIGHT, mappings=WORDS, color_background=True,
         ),
         stat(
             "State", "What the run is doing: the state that it entered last, and for how long it has been in it.", "s",
@@ -76,7 +78,7 @@ def _verdict(q: Query, signals: Signals) -> tuple[Panel, ...]:
             "New steps now?", "Time since a step was committed that had never been committed before (redone steps do "
             "not count), beside the progress deadline of the phase in force.", "s", TOP_WIDTH,
             now(f"time() - {signals.last_new_step}", "since the last"), now(signals.deadline, "limit"),
-            height=TOP_HEIGHT, steps=(Step(color=BLUE),), decimals=0,
+            runbooks=("NvrxRunStalled", "NvrxStartupOverdue"), height=TOP_HEIGHT, steps=(Step(color=BLUE),), decimals=0,
             overrides=(Override(name="limit", color=GREY),),
         ),
     )  # fmt: skip
@@ -87,12 +89,16 @@ def _incident(q: Query, signals: Signals) -> tuple[Panel, ...]:
         stat(
             "Open incident", "Fault class, root rank and host of the open incident, and its age; a root that is not "
             "known (a hang of all ranks) is rank -1.", "s", TOP_WIDTH,
-            now(_open_incident(q, signals), "{{fault}}, rank {{rank}} {{node}}"), height=TOP_HEIGHT,
+            now(_open_incident(q, signals), "{{fault}}, rank {{rank}} {{node}}"),
+            runbooks=("NvrxRecoveryOverdue",),
+            height=TOP_HEIGHT,
             text_mode="value_and_name", steps=(Step(color=ORANGE),), no_value="none", decimals=0,
         ),
         stat(
             "Budget left", "The retry budget with the least left, as a share of its limit. Attempts without progress "
-            "use it up; at 0 the run stops.", PERCENTAGE, TOP_WIDTH, now(_budget_left(q), "{{cap}}"), height=TOP_HEIGHT,
+            "use it up; at 0 the run stops.", PERCENTAGE, TOP_WIDTH, now(_budget_left(q), "{{cap}}"),
+            runbooks=("NvrxRetryBudgetLow", "NvrxRetryCapBreached"),
+            height=TOP_HEIGHT,
             text_mode="value_and_name", steps=(Step(color=RED), Step(color=ORANGE, value=0.01),
                                                Step(color=GREEN, value=0.5)), decimals=0,
         ),
@@ -107,7 +113,9 @@ def _risk(q: Query, signals: Signals) -> tuple[Panel, ...]:
         stat(
             "Last good checkpoint", "Age of the newest durable state, counted from its capture (before the first save: "
             "from the run's start), and the steps that would be trained again if the node were lost now.", "s",
-            TOP_WIDTH, now(f"time() - {durable}", "age"), now(at_risk, "steps at risk"), height=TOP_HEIGHT,
+            TOP_WIDTH, now(f"time() - {durable}", "age"), now(at_risk, "steps at risk"),
+            runbooks=("NvrxCheckpointStale",),
+            height=TOP_HEIGHT,
             steps=(Step(color=BLUE),), no_value="none yet", decimals=0,
             overrides=(Override(name="steps at risk", unit="none"),),
         ),
@@ -127,13 +135,16 @@ def _risk(q: Query, signals: Signals) -> tuple[Panel, ...]:
 
 
 def _open_incident(q: Query, signals: Signals) -> str:
-    """Age of the open incident, labelled with fault, root rank and, where it is known, the rank's node."""
+    """Age of the open incident, labelled with fault, root rank and, where it is known, the rank's node.
+
+    `count_values by` with more than one label loses labels in a range query (Prometheus 2.42); `without ()` does not.
+    """
     keys = q.keys()
     opened = q.latest(catalog.INCIDENT_OUTCOMES, "fault", memory_s=MEMORY_S, outcome="opened")
     closed = q.latest(catalog.INCIDENT_OUTCOMES, "fault", memory_s=MEMORY_S, outcome="recovered")
     failed = q.latest(catalog.INCIDENT_OUTCOMES, "fault", memory_s=MEMORY_S, outcome="exhausted")
     faults = f"topk by {keys} (1, ({opened} - {closed} - {failed}) > 0)"
-    rank = f'count_values by {keys} ("rank", {q.latest(catalog.INCIDENT_ROOT_RANK, memory_s=MEMORY_S)})'
+    rank = f'count_values without () ("rank", {q.latest(catalog.INCIDENT_ROOT_RANK, memory_s=MEMORY_S)})'
     places = q.latest(catalog.RANK_INFO, "rank", "node", memory_s=MEMORY_S)
     placed = f"{rank} * on {q.keys('rank')} group_left (node) {places}"
     root = f"({placed} or {rank} unless on {keys} {placed})"
@@ -195,7 +206,7 @@ def _time(q: Query) -> tuple[Panel, ...]:
             "Ledger", "Share of the last ten minutes of wall time by state. The job is in exactly one state at any "
             "instant; a gap below 100 % is time that is not booked yet.", PERCENTAGE, 14,
             course(f"{q.gain(catalog.TIME_SECONDS, 'state', window=LEDGER_WINDOW)} / {wall}", "{{state}}"),
-            stacked=True, minimum=0, maximum=1,
+            runbooks=("NvrxGoodputBurn",), stacked=True, minimum=0, maximum=1,
         ),
         timeline(
             "State over time", "The state that the run entered last, one strip a state.", 10,
@@ -232,7 +243,9 @@ def _training(q: Query) -> tuple[Panel, ...]:
             "Step time", "Mean time of a new step beside the run's own reference: the median of its first 200 steps "
             "after warm-up at the configured world.", "s", 8,
             course(q.latest(catalog.STEP_SECONDS), "step"),
-            course(f"{q.latest(catalog.STEP_REFERENCE)} > 0", "reference"), minimum=0,
+            course(f"{q.latest(catalog.STEP_REFERENCE)} > 0", "reference"),
+            runbooks=("NvrxStepTimeRegressed",),
+            minimum=0,
             overrides=(Override(name="reference", color=GREY, dashed=True),),
         ),
         timeseries(
@@ -323,7 +336,9 @@ def _recovery(q: Query) -> tuple[Panel, ...]:
             course(q.latest(catalog.WORLD_SIZE), "ranks"),
             course(q.latest(catalog.WORLD_SIZE_CONFIGURED), "configured"),
             course(q.latest(catalog.WORLD_SIZE_MIN), "least"),
-            course(q.latest(catalog.STANDBY_READY), "standbys ready"), minimum=0, decimals=0,
+            course(q.latest(catalog.STANDBY_READY), "standbys ready"),
+            runbooks=("NvrxWorldShrunk",),
+            minimum=0, decimals=0,
         ),
         timeseries(
             "Rendezvous", "Nodes that the formation expects, that have joined, that are missing.", "none", 8,

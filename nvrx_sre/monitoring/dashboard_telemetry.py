@@ -36,11 +36,11 @@ def _summary(q: Query) -> tuple[Panel, ...]:
         stat("Launchers", "Launchers that answer scrapes now.", "none", 5,
              now(f"count({q.series(ANCHOR)})", "launchers"), decimals=0, steps=(Step(color=BLUE),)),
         stat("Dropped", "Items that telemetry dropped in the chosen time range: records, spans, messages.", "none", 5,
-             now(dropped, "dropped"), decimals=0, steps=clean),
+             now(dropped, "dropped"), runbooks=("NvrxTelemetryDropping",), decimals=0, steps=clean),
         stat("Errors", "Errors of telemetry in the chosen time range; none of them touched training.", "none", 5,
              now(errors, "errors"), decimals=0, steps=clean),
         stat("Oldest loop", "Time since the main loop of the slowest launcher turned; above 5 s it is stuck.",
-             "s", 5, now(f"time() - min({q.series(ANCHOR)} > 0)", "ago"), decimals=1,
+             "s", 5, now(f"time() - min({q.series(ANCHOR)} > 0)", "ago"), runbooks=("NvrxLauncherStuck",), decimals=1,
              steps=(Step(color=GREEN), Step(color=ORANGE, value=20), Step(color=RED, value=60))),
         stat("Journal repairs", "Torn last lines that a launcher cut off a journal at its start.", "none", 4,
              now(f"sum({q.latest(catalog.JOURNAL_REPAIRS)})", "repairs"), decimals=0, steps=clean),
@@ -114,6 +114,7 @@ def _launchers(q: Query) -> tuple[Panel, ...]:
                 Column(title="Torch", label="torch"),
                 Column(title="Builds", expr=builds, hidden=True),
             ],
+            runbooks=("NvrxCatalogMismatch",),
         ),
         timeseries(
             "Launchers started, stopped, lost", "Totals of each run: launchers that took an epoch, that stopped in "

@@ -146,7 +146,7 @@ def board_json(board: Board, values: Values) -> str:
         "annotations": {"list": _annotations(q)},
         "graphTooltip": 1,
         "links": _links(board, values),
-        "panels": render_rows(board.rows(q)),
+        "panels": render_rows(board.rows(q), values.runbook_base_url),
         "templating": {"list": _variables(board, values)},
         "time": {"from": board.since, "to": "now"},
         "timepicker": {},
@@ -246,16 +246,16 @@ def _variable(name: str, query: str, *, optional: bool) -> dict[str, Any]:
 
 
 def _annotations(q: Query) -> list[dict[str, Any]]:
-    """Incidents and launchers on every time axis: a recovery is an annotation, not an alert."""
+    """Incidents and starts on every time axis: a recovery is an annotation, not an alert."""
     ended = f"{q.gain(catalog.INCIDENTS, 'verdict', window=RATE_WINDOW, verdict=ENDED)} > 0"
     opened = f"1000 * ({q.latest(catalog.INCIDENT_OPENED)} > 0)"
-    started = f"{q.gain(catalog.LAUNCHER_STARTS, window=RATE_WINDOW)} > 0"
+    started = f"1000 * ({q.latest(catalog.RUN_STATE_ENTERED, state='starting')} > 0)"
     halted = f"1000 * ({q.latest(catalog.HALTED_TIMESTAMP, 'reason')} > 0)"
     at_value = {"useValueForTime": "on"}
     return [
         _annotation("Incident opened", opened, "{{run}}: incident", ORANGE) | at_value,
         _annotation("Incident ended", ended, "{{run}}: {{verdict}}", GREEN),
-        _annotation("Launcher started", started, "{{run}}: launcher started", BLUE),
+        _annotation("Processes started", started, "{{run}}: processes start", BLUE) | at_value,
         _annotation("Halted", halted, "{{run}}: halted ({{reason}})", RED) | at_value,
     ]
 

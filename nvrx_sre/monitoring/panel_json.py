@@ -31,27 +31,25 @@ TIMESERIES_CUSTOM_KEYS = (
 )  # fmt: skip
 
 
-def render_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """JSON of all panels with ids and grid positions, each row under its header; a collapsed row holds its panels."""
+def render_rows(rows: Sequence[Row], runbook_base_url: str) -> list[dict[str, Any]]:
+    """JSON of all panels with ids and grid positions, each row under its header."""
     rendered: list[dict[str, Any]] = []
     y, identifier = 0, 1
     for row in rows:
         header = grafana.RowPanel(
             title=row.title, id=identifier, gridPos=grafana.GridPos(h=1, w=GRID_COLUMNS, x=0, y=y)
         )
-        panels, end = _layout(row.panels, identifier + 1, y + 1)
+        panels, end = _layout(row.panels, identifier + 1, y + 1, runbook_base_url)
         identifier += 1 + len(panels)
-        inside = {"collapsed": row.collapsed, "panels": panels if row.collapsed else []}
-        rendered.append(_keep(_plain(header), ROW_KEYS) | inside)
-        if row.collapsed:
-            y += 1
-        else:
-            rendered.extend(panels)
-            y = end
+        rendered.append(_keep(_plain(header), ROW_KEYS) | {"collapsed": False, "panels": []})
+        rendered.extend(panels)
+        y = end
     return rendered
 
 
-def _layout(panels: Sequence[Panel], identifier: int, y: int) -> tuple[list[dict[str, Any]], int]:
+def _layout(
+    panels: Sequence[Panel], identifier: int, y: int, runbook_base_url: str
+) -> tuple[list[dict[str, Any]], int]:
     """JSON of `panels` from left to right, and the first free line below them."""
     rendered: list[dict[str, Any]] = []
     x = height = 0
@@ -59,12 +57,12 @@ def _layout(panels: Sequence[Panel], identifier: int, y: int) -> tuple[list[dict
         if x + panel.width > GRID_COLUMNS:
             x, y, height = 0, y + height, 0
         position = grafana.GridPos(h=panel.height, w=panel.width, x=x, y=y)
-        rendered.append(render(panel, identifier + len(rendered), position))
+        rendered.append(render(panel, identifier + len(rendered), position, runbook_base_url))
         x, height = x + panel.width, max(height, panel.height)
     return rendered, y + height
 
 
-def render(panel: Panel, identifier: int, position: grafana.GridPos) -> dict[str, Any]:
+def render(panel: Panel, identifier: int, position: grafana.GridPos, runbook_base_url: str) -> dict[str, Any]:
     """One panel as schema 39 JSON."""
     common: dict[str, Any] = {
         "title": panel.title,
@@ -74,7 +72,7 @@ def render(panel: Panel, identifier: int, position: grafana.GridPos) -> dict[str
         "dataSource": DATA_SOURCE,
         "targets": [_target(target, index) for index, target in enumerate(panel.targets)],
         "thresholds": _steps(panel.steps),
-        "links": [{"title": link.title, "type": "link", "url": link.url} for link in panel.links],
+        "links": [_runbook(name, runbook_base_url) for name in panel.runbooks],
     }
     value = _keep(_plain(_model(panel, common)), PANEL_KEYS)
     if panel.kind is Kind.TEXT:
@@ -237,6 +235,12 @@ def _properties(override: Override) -> list[dict[str, Any]]:
         "custom.lineStyle": override.dashed and {"dash": [10, 10], "fill": "dash"},
     }
     return [{"id": key, "value": item} for key, item in values.items() if item or (item == 0 and item is not False)]
+
+
+def _runbook(name: str, base_url: str) -> dict[str, Any]:
+    """A link in the panel's header; Grafana opens it beside the dashboard."""
+    url = f"{base_url.rstrip('/')}/{name}.md"
+    return {"targetBlank": True, "title": f"Runbook {name}", "type": "link", "url": url}
 
 
 def _link(link: Link) -> dict[str, Any]:

@@ -10,7 +10,7 @@ Invariants: nothing here knows Grafana's JSON. Immutable, hence thread-safe. Mus
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -109,7 +109,8 @@ class Panel:
     columns: tuple[Column, ...] = ()
     sort_by: str = ""
     """Title of the column by which a table is sorted, largest first."""
-    links: tuple[Link, ...] = ()
+    runbooks: tuple[str, ...] = ()
+    """Alerts that judge what the panel shows; it leads to their pages."""
     stacked: bool = False
     text_mode: str = "auto"
     """A stat's `name`, `value`, `value_and_name`; `auto` names several values."""
@@ -127,8 +128,7 @@ class Row:
     """A titled row of panels, laid out from left to right and wrapped at 24 columns."""
 
     title: str
-    panels: tuple[Panel, ...] = field(default_factory=tuple)
-    collapsed: bool = False
+    panels: tuple[Panel, ...]
 
 
 def stat(title: str, description: str, unit: str, width: int, *targets: Target, **rest: Any) -> Panel:

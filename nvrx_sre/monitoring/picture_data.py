@@ -101,7 +101,7 @@ class Mark:
 
 
 def evaluate(document: dict[str, Any], view: View) -> list[Evaluated]:
-    """All panels of a dashboard in the order of its JSON, those in collapsed rows left out."""
+    """All panels of a dashboard in the order of its JSON."""
     return [evaluate_panel(panel, view) for panel in document["panels"]]
 
 

@@ -10,7 +10,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from nvrx_sre.monitoring import dashboard_lint, lint
+from nvrx_sre.monitoring import assets, dashboard_lint, lint
 from nvrx_sre.monitoring.alerts import alert_rules, recording_rules
 from nvrx_sre.monitoring.dashboards import boards, dashboard_files
 from nvrx_sre.monitoring.values import Values
@@ -151,8 +151,19 @@ def test_boards_lead_to_each_other_and_nowhere_else() -> None:
         assert board.url.split("/")[2] == json.loads(FILES[board.file])["uid"]
 
 
+def test_panels_lead_to_runbooks_that_exist() -> None:
+    """Each link of a panel is the page of an alert; the four situations and the halt have theirs."""
+    base = f"{VALUES.runbook_base_url}/"
+    documents = [json.loads(text) for text in FILES.values()]
+    urls = [link["url"] for document in documents for panel in document["panels"] for link in panel.get("links", ())]
+    assert all(url.startswith(base) and url.endswith(".md") for url in urls)
+    linked = {url.removeprefix(base).removesuffix(".md") for url in urls}
+    assert linked <= set(assets.runbook_names())
+    assert {"NvrxCrashLooping", "NvrxRunHalted", "NvrxRunStalled", "NvrxRendezvousStuck", "NvrxFlapping"} <= linked
+
+
 def test_alerts_lead_to_the_run_dashboard() -> None:
     """The address in an alert is the one that the generated dashboard has."""
-    run = next(board for board in boards() if board.one_run)
+    run = next(board for board in boards() if board.slug == "run")
     for rule in alert_rules(VALUES):
         assert f"{run.url}?" in rule.to_rule(VALUES)["annotations"]["dashboard_url"]
