@@ -16,7 +16,7 @@ from nvrx_sre.monitoring.alerts_checkpoints import checkpoint_alerts
 from nvrx_sre.monitoring.alerts_kubernetes import kubernetes_alerts
 from nvrx_sre.monitoring.alerts_platform import platform_alerts
 from nvrx_sre.monitoring.alerts_progress import PROGRESS_CAPS as PROGRESS_CAPS
-from nvrx_sre.monitoring.alerts_progress import progress_alerts
+from nvrx_sre.monitoring.alerts_progress import progress_alerts, progress_recordings
 from nvrx_sre.monitoring.alerts_recovery import recovery_alerts
 from nvrx_sre.monitoring.recordings import Readings
 from nvrx_sre.monitoring.recordings import recording_rules as metric_recordings
@@ -32,7 +32,7 @@ KUBERNETES_GROUP = "nvrx-sre-kubernetes"
 
 def recording_rules(values: Values) -> list[RecordingRule]:
     """All recording rules, in file order."""
-    return [*metric_recordings(values), *slo_recordings(values)]
+    return [*metric_recordings(values), *slo_recordings(values), *progress_recordings(Readings(values))]
 
 
 def alert_rules(values: Values) -> list[AlertRule]:
@@ -49,8 +49,11 @@ def all_alert_rules(values: Values) -> list[AlertRule]:
 
 def rules_document(values: Values) -> dict[str, Any]:
     """The rules file as data: one group, so that alerts see the recordings of the same evaluation."""
-    rules = [rule.to_rule() for rule in recording_rules(values)] + [
-        rule.to_rule(values) for rule in alert_rules(values)
+    recordings = recording_rules(values)
+    rules = [
+        *(rule.to_rule() for rule in recordings if not rule.after_alerts),
+        *(rule.to_rule(values) for rule in alert_rules(values)),
+        *(rule.to_rule() for rule in recordings if rule.after_alerts),
     ]
     return {"groups": [{"name": GROUP, "rules": rules}]}
 

@@ -10,9 +10,9 @@ Pure.
 
 from __future__ import annotations
 
-from nvrx_sre.monitoring.promql import duration, number, one_of
+from nvrx_sre.monitoring.promql import duration, number, one_of, recorded
 from nvrx_sre.monitoring.recordings import MAX_ACTIVE, MAX_HALTED, Readings
-from nvrx_sre.monitoring.rule import AlertRule, lookup
+from nvrx_sre.monitoring.rule import AlertRule, RecordingRule, lookup
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import RunState
 
@@ -21,6 +21,8 @@ PROGRESS_CAPS = ("same_fingerprint", "consecutive", "startup")
 last progress; one retry of a non-finite loss, whose limit of 1 a single recovery reaches; `device`, which counts
 faults of one device; `storage` and `unknown_progress`, which say that evidence is missing rather than that the
 run loops. Where one of these stops the run, `NvrxRunHalted` says so."""
+LOOPED = recorded(catalog.BUDGET_USED, "looped")
+"""Attempts of a run that looped; read by the alert at the evaluation after."""
 STARTUP_PHASES = ("init", "rendezvous", "rebuild", "load", "first_step")
 RECOVERY_PHASES = ("teardown", *STARTUP_PHASES)
 STEADY_PHASES = ("step", "data", "evaluate", "save", "finalize")
@@ -68,7 +70,12 @@ def _run_halted(read: Readings) -> AlertRule:
     )
 
 
-def _crash_looping(read: Readings) -> AlertRule:
+def progress_recordings(read: Readings) -> list[RecordingRule]:
+    """What the alerts remember of the evaluation before."""
+    return [RecordingRule(name=LOOPED, expr=_loops(read), metric=catalog.BUDGET_USED, after_alerts=True)]
+
+
+def _loops(read: Readings) -> str:
     ratio = read.values.crash_loop_budget_ratio
     used = read.of(catalog.BUDGET_USED, cap=PROGRESS_CAPS)
     limit = f"({read.of(catalog.BUDGET_LIMIT, cap=PROGRESS_CAPS)} > 0)"
@@ -76,16 +83,39 @@ def _crash_looping(read: Readings) -> AlertRule:
     recovering = read.of(catalog.RUN_STATE_ENTERED, state=RunState.RECOVERING)
     stuck = f"{read.of(catalog.LAST_NEW_STEP)} < {read.on} {recovering}"
     halted = f"({MAX_HALTED} > {read.on} {recovering})"
+    return (
+        f"max {read.by} ({used} >= {threshold})\nand {read.on}\n({stuck})\n"
+        f"unless {read.on}\n({MAX_ACTIVE} > {read.on} {halted})"
+    )
+
+
+def _recovered(read: Readings) -> str:
+    """How the newest incident recovered; '' while it is open, or before a first one."""
+    closed = lookup(read.of(catalog.INCIDENT_OPENED), read.values, condition=" == 0")
+    outage = lookup(read.of(catalog.OUTAGE_LAST), read.values, condition=" > 0")
+    rollback = lookup(read.of(catalog.ROLLBACK_LAST), read.values)
+    steps = "{{ $steps := . | first | value }}, rollback {{ $steps }} step{{ if ne $steps 1.0 }}s{{ end }}"
+    return (
+        f"{{{{ if {closed} }}}}{{{{ with {outage} }}}}recovered in {{{{ . | first | value | humanizeDuration }}}}"
+        f"{{{{ with {rollback} }}}}{steps}{{{{ end }}}}{{{{ end }}}}{{{{ end }}}}"
+    )
+
+
+def _crash_looping(read: Readings) -> AlertRule:
+    recovering = read.of(catalog.RUN_STATE_ENTERED, state=RunState.RECOVERING)
+    # One evaluation more, with the value 0, once new steps are committed: the page that resolves then says how.
+    cured = f"0 * {LOOPED} and {read.on} ({read.of(catalog.LAST_NEW_STEP)} >= {read.on} {recovering})"
     return AlertRule(
         name="NvrxCrashLooping",
         verdict="crash loop: no progress",
         severity="critical",
-        expr=f"max {read.by} ({used} >= {threshold})\nand {read.on}\n({stuck})\n"
-        f"unless {read.on}\n({MAX_ACTIVE} > {read.on} {halted})",
+        expr=f"{_loops(read)}\nor {read.on}\n({cured})",
+        resolved=f"{{{{ if not $value }}}}{_recovered(read)}{{{{ end }}}}",
         for_s=read.values.crash_loop_for_s,
         meaning="The run restarts again and again without committing a step that it had not committed before.",
         clears="With the first new step, when a halted run is submitted again, or when the series of the run are gone.",
-        summary="Run {{ $labels.run }} is crash looping: {{ $value }} attempts without progress.",
+        summary="Run {{ $labels.run }} is crash looping{{ if $value }}: {{ $value }} attempts without progress"
+        "{{ end }}.",
         description=(
             f"Last root: {_root_rank(read)}. Attempts without progress have used up a retry budget and no new step "
             "was committed since the last fault. The job looks busy but redoes the same steps. "

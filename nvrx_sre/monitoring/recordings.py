@@ -67,6 +67,8 @@ _LIVE: tuple[tuple[Metric, tuple[str, ...]], ...] = (
     (catalog.BUDGET_LIMIT, ("cap",)),
     (catalog.INCIDENT_OPENED, ()),
     (catalog.INCIDENT_ROOT_RANK, ()),
+    (catalog.OUTAGE_LAST, ()),
+    (catalog.ROLLBACK_LAST, ()),
     (catalog.PHASE_DEADLINE, ("phase",)),
     (catalog.LIMIT, ("limit",)),
     (catalog.RENDEZVOUS_NODES, ("state",)),

@@ -34,6 +34,8 @@ class RecordingRule:
     metric: Metric
     labels: tuple[str, ...] = ()
     """Labels beside the key."""
+    after_alerts: bool = False
+    """True if it stands behind the alerts, which therefore read what it was at the evaluation before."""
     cumulative: bool = False
     """True if it only grows (but for a new run of the same name), so that a rate of it means something."""
 
@@ -64,6 +66,8 @@ class AlertRule:
     """How long it goes on firing after the condition went away (seconds): a gap is no end."""
     labels: tuple[tuple[str, str], ...] = ()
     """Labels beside the severity, where several rules share a name."""
+    resolved: str = ""
+    """How it ended, for the message that it resolved, which carries what stood here when it last fired."""
 
     def to_rule(self, values: Values) -> dict[str, Any]:
         """The rule as data of the rules file."""
@@ -77,6 +81,7 @@ class AlertRule:
             "summary": self.summary,
             "description": self.description,
             **(_facts(self.verdict, values) if self.verdict else {}),
+            **({"resolved": self.resolved} if self.resolved else {}),
             "runbook_url": f"{values.runbook_base_url.rstrip('/')}/{self.name}.md",
             "dashboard_url": f"{values.dashboard_base_url.rstrip('/')}{DASHBOARD_PATH}?{_variables(values)}",
         }
