@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
-NICENESS = 10
-"""Below training, which gets ten times the share of a core that both want: a save has the whole interval between
+NICENESS = 5
+"""Below training, which gets three times the share of a core that both want: a save has the whole interval between
 saves, a step has not."""
 MESSAGE_CHARACTERS_MAX = 500
 RETENTION_WAIT_S = 2.0
