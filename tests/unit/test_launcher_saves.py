@@ -53,10 +53,11 @@ def test_a_free_writer_takes_the_newest_sealed_step_of_a_skipped_save() -> None:
     assert saved(driven) == [5, 26, 30]
 
 
-def test_a_slow_writer_is_never_idle_and_its_commits_are_fresh() -> None:
-    """A write that takes 5.8 intervals: as many commits as fit, each not older than two write times when it is good."""
+@pytest.mark.parametrize("write_steps", [11, 58])
+def test_a_slow_writer_is_never_idle_and_its_commits_are_fresh(write_steps: int) -> None:
+    """A write of 1.1 or 5.8 intervals: as many commits as fit, none older than two write times when the next is good."""
     driven = begun()
-    interval, write_steps = 10, 58
+    interval = 10
     verified: list[tuple[int, int]] = []
     started: int | None = None
     for step in range(1, 1001):
