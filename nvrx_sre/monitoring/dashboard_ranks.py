@@ -161,7 +161,7 @@ def _nodes(q: Query) -> tuple[Panel, ...]:
     return (
         timeseries(
             "Host memory", "Memory in use and the hot slots in it, as a share of the limit: the cgroup's, or the "
-            "host's where none is set.", PERCENTAGE, 8,
+            "host's where none is set.", PERCENTAGE, 6,
             course(f"{used} / ({limit} > 0)", "{{instance}} used"),
             course(f"{slots} / ({limit} > 0)", "{{instance}} hot slots"),
             runbooks=("NvrxHostMemoryPressure",),
@@ -169,17 +169,17 @@ def _nodes(q: Query) -> tuple[Panel, ...]:
         ),
         timeseries(
             "Storage and shared memory", "Used share of the run directory's file system and of /dev/shm.",
-            PERCENTAGE, 8,
+            PERCENTAGE, 6,
             course(disk, "{{instance}} run directory"), course(shared, "{{instance}} /dev/shm"),
             runbooks=("NvrxStorageNearFull",),
             minimum=0, maximum=1,
         ),
         timeseries(
             "Clock skew", "System clock minus the clock that stamps the records of a launcher: a step of the clock "
-            "since the launcher's start.", "s", 8, course(skew, "{{instance}}"), runbooks=("NvrxClockSkew",),
+            "since the launcher's start.", "s", 6, course(skew, "{{instance}}"), runbooks=("NvrxClockSkew",),
         ),
         stat("Leftover processes", "Processes of a killed predecessor that a launcher had to end at its start.", "none",
-             8, now(f"sum by {q.keys()} ({q.series(catalog.LEFTOVER_PROCESSES)})", "processes"), decimals=0,
+             6, now(f"sum by {q.keys()} ({q.series(catalog.LEFTOVER_PROCESSES)})", "processes"), decimals=0,
              steps=(Step(color=GREEN), Step(color=ORANGE, value=1))),
     )  # fmt: skip
 

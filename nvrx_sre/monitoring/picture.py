@@ -53,7 +53,8 @@ th, td { padding: 4px 8px; border-bottom: 1px solid #25282e; }
 def page(document: dict[str, Any], panels: Sequence[Evaluated], marks: Sequence[Mark], view: View) -> str:
     """The whole dashboard as HTML."""
     body = [_panel(item, marks, view) for item in panels]
-    shown = [f"{name}: {value}" for name, value in view.variables.items() if value != ".*"]
+    known = {item["name"] for item in document["templating"]["list"]}
+    shown = [f"{name}: {value}" for name, value in view.variables.items() if name in known and value != ".*"]
     title = f"<h1>{escape(document['title'])}</h1><div class=variables>{escape('   '.join(shown))}</div>"
     height = page_height(document)
     return (

@@ -110,7 +110,8 @@ def number_text(value: float, unit: str, decimals: int | None) -> str:
 
 def _scaled_time(value: float, decimals: int | None) -> str:
     if 0 < abs(value) < 1 and decimals != 0:
-        return f"{_rounded(value * 1000, None, 0)} ms"
+        scale, word = (1e3, "ms") if abs(value) >= 1e-3 else (1e6, "µs")
+        return f"{_rounded(value * scale, None, 0)} {word}"
     size, word = next(((size, word) for size, word in TIME_UNITS if abs(value) >= size), TIME_UNITS[-1])
     return f"{_rounded(value / size, 1 if decimals == 0 and size > 1 else decimals, 1)} {word}"
 

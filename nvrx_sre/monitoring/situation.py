@@ -104,7 +104,8 @@ class Signals:
 
     @property
     def deadline(self) -> str:
-        """Progress deadline of the phase in force; that of a step where the phase has none."""
+        """Progress deadline in force: of rendezvous while the run waits in it (a rank that has not come is still in the
+        phase before), else of the phase; that of a step where the phase has none."""
         limits = self.q.latest(catalog.PHASE_DEADLINE, "phase", memory_s=MEMORY_S)
         phases = self.q.latest(catalog.PHASE_ENTERED, "phase", memory_s=MEMORY_S)
         newest = self.q.latest(catalog.PHASE_ENTERED, memory_s=MEMORY_S)
@@ -113,7 +114,8 @@ class Signals:
         in_force = (
             f"max by {keys} ({limits} and on {self.q.keys('phase')} ({phases} == on {keys} group_left () {newest}))"
         )
-        return f"({in_force} or {step})"
+        forming = self.q.latest(catalog.PHASE_DEADLINE, memory_s=MEMORY_S, phase="rendezvous")
+        return f"({forming} and {self.within('rendezvous')} or {in_force} or {step})"
 
     @property
     def idle_since(self) -> str:

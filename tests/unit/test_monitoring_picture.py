@@ -75,7 +75,7 @@ def panel(kind: str, *expressions: str, **changes: Any) -> dict[str, Any]:
 
 def drawn(*panels: dict[str, Any], marks: tuple[picture_data.Mark, ...] = ()) -> str:
     """The page of a dashboard of `panels`."""
-    document = {"title": "A board", "panels": list(panels)}
+    document = {"title": "A board", "panels": list(panels), "templating": {"list": [{"name": "run"}]}}
     return picture.page(document, picture_data.evaluate(document, VIEW), marks, VIEW)
 
 
@@ -188,6 +188,7 @@ def test_overrides_reach_the_field_that_they_name(answer: Callable[[Answers], No
 @pytest.mark.parametrize(
     ("value", "unit", "decimals", "text"),
     [
+        (0.000_25, "s", None, "250 µs"),
         (0.25, "s", None, "250 ms"),
         (59.0, "s", 0, "59 s"),
         (150.0, "s", 0, "2.5 min"),

@@ -1,0 +1,158 @@
+"""The words of the top row, judged by promtool: each situation has its own, and a run that is gone keeps its last."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nvrx_sre.goodput.verdict import RunState
+from nvrx_sre.monitoring.dashboard_run import rows
+from nvrx_sre.monitoring.promql import Query
+from nvrx_sre.monitoring.situation import Situation, situation
+from nvrx_sre.telemetry import catalog
+from nvrx_sre.telemetry.metric import Metric
+
+Q = Query(group_labels=("namespace", "run"), selectors=('run=~".*"',))
+KEY = '{namespace="ml", run="r"}'
+NUM_SAMPLES = 41
+"""Ten minutes at 15 s."""
+AT = "10m"
+GONE = "stale _x2000"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a run exports over ten minutes, and the number that `expr` then has."""
+
+    name: str
+    expr: str
+    value: float
+    series: dict[str, str]
+    at: str = AT
+
+
+def series(metric: Metric, **labels: str) -> str:
+    """One series of the run."""
+    pairs = {"namespace": "ml", "run": "r", **labels}
+    text = ",".join(f'{name}="{value}"' for name, value in pairs.items())
+    return f"{metric.name}{{{text}}}"
+
+
+def constant(value: float, end: str = "") -> str:
+    """The value at every sample; `end` follows the last one."""
+    return f"{value}x{NUM_SAMPLES - 1} {end}".strip()
+
+
+def exported(state: str, entered_s: float, *, end: str = "", **changes: str) -> dict[str, str]:
+    """A run with one formation at 60 s that is in `state` since `entered_s`; changes are by catalog constant."""
+    values = {
+        series(catalog.RUN_STATE_ENTERED, state=item): constant(entered_s if item == state else 0.0, end)
+        for item in RunState
+    }
+    values |= {
+        series(catalog.PHASE_ENTERED, phase="step"): constant(60, end),
+        series(catalog.PHASE_DEADLINE, phase="step"): constant(60, end),
+        series(catalog.PHASE_DEADLINE, phase="rendezvous"): constant(60, end),
+        series(catalog.LIMIT, limit="caps.crash_loop_attempts"): constant(3, end),
+        series(catalog.LAST_STEP): f"0+15x{NUM_SAMPLES - 1} {end}".strip(),
+        series(catalog.LAST_NEW_STEP): f"0+15x{NUM_SAMPLES - 1} {end}".strip(),
+        series(catalog.INCIDENT_OPENED): constant(0, end),
+        series(catalog.INCIDENT_ATTEMPTS): constant(0, end),
+        series(catalog.HALTED_TIMESTAMP, reason="cap"): constant(0, end),
+        series(catalog.INCIDENTS, verdict="flapping"): constant(0, end),
+    }
+    known = {
+        "opened": series(catalog.INCIDENT_OPENED),
+        "attempts": series(catalog.INCIDENT_ATTEMPTS),
+        "last_step": series(catalog.LAST_STEP),
+        "halted": series(catalog.HALTED_TIMESTAMP, reason="cap"),
+        "flapping": series(catalog.INCIDENTS, verdict="flapping"),
+    }
+    return values | {known[name]: value for name, value in changes.items()}
+
+
+def word(name: str, wanted: Situation, values: dict[str, str], at: str = AT) -> Case:
+    """The verdict in the situation `wanted`."""
+    return Case(name=name, expr=situation(Q), value=float(wanted), series=values, at=at)
+
+
+VERDICTS = [
+    word("training", Situation.TRAINING, exported("training", 60)),
+    word("a formation that takes seconds", Situation.STARTING, exported("rendezvous", 580)),
+    word("half of the deadline is gone", Situation.RENDEZVOUS_STUCK, exported("rendezvous", 560)),
+    word("no step for one deadline", Situation.TRAINING, exported("training", 60, last_step=constant(520))),
+    word("no step for longer than that", Situation.STALLED, exported("training", 60, last_step=constant(500))),
+    word("one attempt", Situation.RECOVERING, exported("recovering", 590, opened=constant(585), attempts=constant(1))),
+    word("two attempts", Situation.RECOVERING, exported("backoff", 590, opened=constant(585), attempts=constant(2))),
+    word("three attempts", Situation.CRASH_LOOP, exported("backoff", 590, opened=constant(500), attempts=constant(3))),
+    word("a cured crash loop", Situation.TRAINING, exported("training", 590)),
+    word("flapping", Situation.FLAPPING, exported("training", 590, flapping="0x20 1x20")),
+    word("halted", Situation.HALTED, exported("halted", 500, halted=constant(500), last_step=constant(400))),
+    word(
+        "halted, and the pod is gone for five hours", Situation.HALTED,
+        exported("halted", 500, end=GONE, halted=f"{constant(500)} {GONE}"), at="5h",
+    ),
+    word("resumed after a halt", Situation.TRAINING, exported("training", 560, halted="500x30 0x10")),
+    word("finished", Situation.FINISHED, exported("finished", 500, last_step=constant(400))),
+    word("preempted", Situation.PREEMPTED, exported("preempted", 500, last_step=constant(400))),
+    word("a configuration error", Situation.FAILED, exported("failed", 500, last_step=constant(400))),
+    word("the launcher vanished", Situation.SILENT, exported("training", 60, end=GONE), at="1h"),
+]  # fmt: skip
+
+
+def changed(name: str, wanted: float, config: tuple[str, str], version: tuple[str, str], last_new_s: float) -> Case:
+    """A run whose pod was replaced at five minutes; identities before and after."""
+    before, after = f"1x20 {GONE}", "_x20 1x20"
+    values = {series(catalog.LAST_NEW_STEP): constant(last_new_s)}
+    for index, samples in enumerate((before, after)):
+        pod = f"p{index}"
+        values[series(catalog.RUN_INFO, config=config[index], pod=pod)] = samples
+        values[series(catalog.BUILD_INFO, version=version[index], python="3", torch="2", pod=pod)] = samples
+    panel = next(item for row in rows(Q) for item in row.panels if item.title == "What changed")
+    return Case(name=name, expr=panel.targets[0].expr, value=wanted, series=values)
+
+
+CHANGES = [
+    changed("another pod, nothing else", 0, ("a", "a"), ("1", "1"), 290),
+    changed("another configuration, no new step since", 1, ("a", "b"), ("1", "1"), 290),
+    changed("another version, no new step since", 2, ("a", "a"), ("1", "2"), 290),
+    changed("both", 3, ("a", "b"), ("1", "2"), 290),
+    changed("it has worked since", 0, ("a", "b"), ("1", "2"), 590),
+]
+
+
+def to_test(case: Case) -> dict[str, object]:
+    """The case as promtool reads it."""
+    expected = {"expr": case.expr, "eval_time": case.at, "exp_samples": [{"labels": KEY, "value": case.value}]}
+    return {
+        "name": case.name,
+        "interval": "15s",
+        "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
+        "promql_expr_test": [expected],
+    }
+
+
+@pytest.mark.parametrize("cases", [VERDICTS, CHANGES], ids=["verdict", "what changed"])
+def test_the_top_row_s_words(cases: list[Case], tmp_path: Path) -> None:
+    """Each case has exactly one number for the run, the wanted one."""
+    promtool = shutil.which("promtool")
+    assert promtool is not None, "install prometheus"
+    file = tmp_path / "words.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [], "tests": [to_test(case) for case in cases]}))
+    done = subprocess.run([promtool, "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_wrong_word_is_found(tmp_path: Path) -> None:
+    """The judge can fail: the same case with another number does."""
+    wrong = word("training", Situation.STALLED, exported("training", 60))
+    file = tmp_path / "words.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [], "tests": [to_test(wrong)]}))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "FAILED" in done.stdout + done.stderr
