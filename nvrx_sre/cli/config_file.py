@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from nvrx_sre.core.errors import UserError
-from nvrx_sre.core.limits import CapLimits, Deadlines, Limits, TelemetryLimits
+from nvrx_sre.core.limits import CapLimits, Deadlines, DeadlineTuning, Limits, TelemetryLimits
 
 OPTION_KEYS: dict[str, dict[str, str]] = {
     "run": {
@@ -68,9 +68,10 @@ OPTION_KEYS: dict[str, dict[str, str]] = {
 }
 """Section -> key -> parameter of the command."""
 
-LIMIT_SECTIONS: dict[str, type[CapLimits] | type[Deadlines] | type[TelemetryLimits]] = {
+LIMIT_SECTIONS: dict[str, type[CapLimits] | type[Deadlines] | type[DeadlineTuning] | type[TelemetryLimits]] = {
     "caps": CapLimits,
     "deadlines": Deadlines,
+    "tuning": DeadlineTuning,
     "telemetry": TelemetryLimits,
 }
 """Section -> limits dataclass whose fields are its keys."""
@@ -109,6 +110,7 @@ def build_limits(fields_of: Mapping[str, Mapping[str, Any]], step_deadline_s: fl
     return Limits(
         caps=CapLimits(**fields_of.get("caps", {})),
         deadlines=Deadlines(**deadlines),
+        tuning=DeadlineTuning(**fields_of.get("tuning", {})),
         telemetry=TelemetryLimits(**fields_of.get("telemetry", {})),
     )
 

@@ -77,7 +77,8 @@ def _generation_formed(record: Record, event: schema.GenerationFormed) -> Line:
 
 
 def _fault_injected(record: Record, event: schema.FaultInjected) -> Line:
-    return Line(f"injecting {event.spec} into {rank_text(record.rank)} at step {event.step}", WARN)
+    who = "the writer" if record.rank is None else rank_text(record.rank)
+    return Line(f"injecting {event.spec} into {who} at step {event.step}", WARN)
 
 
 def _fault_detected(record: Record, event: schema.FaultDetected) -> Line:
@@ -124,7 +125,17 @@ def _rank_replaced(record: Record, event: schema.RankReplaced) -> Line:
 
 
 def _rank_excluded(record: Record, event: schema.RankExcluded) -> Line:
-    return Line(f"device {event.device} excluded: {event.reason}", BAD)
+    return Line(f"device {event.device} excluded, on with {event.world_size} ranks: {event.reason}", BAD)
+
+
+def _deadline_chosen(record: Record, event: schema.DeadlineChosen) -> Line:
+    limit = f"deadline of {event.phase} is {duration_text(event.limit_s)} now"
+    return Line(f"{limit} (p99 {duration_text(event.p99_s)}): {event.reason}", FAINT)
+
+
+def _decision_unrecorded(record: Record, event: schema.DecisionUnrecorded) -> Line:
+    waited = duration_text(event.waited_s)
+    return Line(f"the decision was not on disk after {waited}: the restart goes on without that", WARN)
 
 
 def _state_restored(record: Record, event: schema.StateRestored) -> Line:
@@ -217,6 +228,8 @@ _TELLERS: dict[type[schema.Event], Callable[[Record, Any], Line | None]] = {
     schema.RestartDecided: _restart_decided,
     schema.RankReplaced: _rank_replaced,
     schema.RankExcluded: _rank_excluded,
+    schema.DeadlineChosen: _deadline_chosen,
+    schema.DecisionUnrecorded: _decision_unrecorded,
     schema.StateRestored: _state_restored,
     schema.IncidentClosed: _incident_closed,
     schema.CheckpointRejected: _checkpoint_rejected,

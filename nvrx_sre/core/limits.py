@@ -38,7 +38,11 @@ class CapLimits:
     unknown_progress_attempts: int = 10
     """Attempts when progress cannot be known."""
     storage_attempts: int = 3
-    """Restarts that went on without a durable decision record."""
+    """Storage faults in a row, or restarts that went on without a durable decision record."""
+    preemption_attempts: int = 20
+    """Preemptions in a row without a newer verified checkpoint: a budget of their own, larger than that of faults."""
+    lifetime_faults: int = 0
+    """Faults in the whole life of the run, with progress or without; 0: no such cap."""
     flapping_faults: int = 5
     """Faults with progress within `flapping_window_s` that make the run 'flapping'."""
     flapping_window_s: float = 1800.0
@@ -108,6 +112,25 @@ class Deadlines:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeadlineTuning:
+    """How `--deadlines auto` tightens the progress deadlines; the configured ones are where it starts and its ceiling."""
+
+    multiple: float = 10.0
+    """A tightened deadline is this multiple of the phase's 99th percentile."""
+    floor_s: float = 5.0
+    """No deadline is tightened below this: 20 times the interval at which ranks report (seconds)."""
+    num_samples: int = 100
+    """Observations (each the slowest of one round over all ranks) before a phase is tightened, and kept of it."""
+
+    def __post_init__(self) -> None:
+        if self.multiple < 2 or self.floor_s < 1 or self.num_samples < 10:
+            raise UserError(
+                f"deadline tuning of {self.multiple:g} x p99, at least {self.floor_s:g} s after {self.num_samples} samples "
+                "would end healthy ranks: use a multiple >= 2, a floor >= 1 s, samples >= 10"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TelemetryLimits:
     """Bounds on telemetry's own memory and time."""
 
@@ -133,6 +156,7 @@ class Limits:
 
     caps: CapLimits = field(default_factory=CapLimits)
     deadlines: Deadlines = field(default_factory=Deadlines)
+    tuning: DeadlineTuning = field(default_factory=DeadlineTuning)
     telemetry: TelemetryLimits = field(default_factory=TelemetryLimits)
 
     def flattened(self) -> dict[str, float]:

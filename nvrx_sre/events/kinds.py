@@ -156,6 +156,8 @@ class Cap(StrEnum):
     NONFINITE = "nonfinite"
     UNKNOWN_PROGRESS = "unknown_progress"
     STORAGE = "storage"
+    PREEMPTION = "preemption"
+    LIFETIME = "lifetime"
 
 
 class Action(StrEnum):

@@ -231,6 +231,13 @@ class RestartDecided(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecisionUnrecorded(Event):
+    """A restart went on although its decision was not on disk within `waited_s`."""
+
+    waited_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankReplaced(Event):
     """The record's rank moved to a new process; `warm` if it was a standby."""
 
@@ -241,10 +248,11 @@ class RankReplaced(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RankExcluded(Event):
-    """A device takes no further part in the run."""
+    """A device takes no further part in the run, which goes on with `world_size` ranks. Root of the record: `rank`."""
 
     device: str
     reason: str
+    world_size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,6 +409,16 @@ class HotSlotsAllocated(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeadlineChosen(Event):
+    """The progress deadline of `phase` is `limit_s` from now on; its 99th percentile was `p99_s`."""
+
+    phase: Phase
+    limit_s: float
+    p99_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplayDiverged(Event):
     """A re-executed step's loss differs from its first execution (hex of the float's bits)."""
 
@@ -411,10 +429,16 @@ class ReplayDiverged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionReceived(Event):
-    """The node is to be taken away; the job drains and exits 143 (130 for a person's Ctrl-C)."""
+    """The node is to be taken away; the job drains and exits 143 (130 for a person's Ctrl-C).
+
+    `attempts` preemptions in a row, this one included, found no newer verified checkpoint; at `limit` the run stops
+    for good (93). Both 0 where a person interrupted.
+    """
 
     signal: int
     by_person: bool
+    attempts: int = 0
+    limit: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
 """Retry budgets: what is used of each cap, and which one has tripped.
 
 Caps count only attempts without progress; a fault with progress is always the first of
-its episode and trips none. Transient and node classes trip only once `transient_grace_s` has passed since
+its episode and trips none, but for the cap on the run's whole life, which is off unless asked for. Transient and node classes trip only once `transient_grace_s` has passed since
 the first attempt of the episode, so that a two-second link flap cannot burn them at 0.1 s a recovery;
-start-up is bounded at once, because the orchestrator starts again anyway.
+start-up is bounded at once, because the orchestrator starts again anyway. Preemptions have a budget of their own.
 
-Pure. Used counts include the fault at hand, except `nonfinite`, which counts retries already spent.
+Used counts include the fault at hand, except `nonfinite`, which counts retries already spent. Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class PolicyFault:
     """A fault as the policy sees it.
 
     `high_water` and `hot_sealed_step` are the live values, which the journal may not hold yet. `min_layer`
-    is `worker` when a process is already lost or has to be replaced.
+    is `worker` when a process is already lost or has to be replaced. `can_exclude`: without `device` the world
+    would still be as large as it must be.
     """
 
     fault: FaultClass
@@ -34,6 +35,7 @@ class PolicyFault:
     device: str = ""
     hot_sealed_step: int = -1
     min_layer: Layer = Layer.IN_PROCESS
+    can_exclude: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +48,19 @@ class Budgets:
     limit: dict[str, int]
     tripped: Cap | None
 
-
 _ORDER = (
+    Cap.LIFETIME,
     Cap.NONFINITE,
     Cap.UNKNOWN_PROGRESS,
+    Cap.STORAGE,
     Cap.SAME_FINGERPRINT,
     Cap.STARTUP,
     Cap.CONSECUTIVE,
     Cap.WINDOW,
     Cap.DEVICE,
-    Cap.STORAGE,
 )
 """If several trip at once the most specific names the reason."""
-_AT_ONCE = frozenset({Cap.NONFINITE, Cap.UNKNOWN_PROGRESS, Cap.STARTUP})
+_AT_ONCE = frozenset({Cap.NONFINITE, Cap.UNKNOWN_PROGRESS, Cap.STARTUP, Cap.LIFETIME})
 """Caps that do not wait for the transient grace."""
 
 
@@ -67,18 +69,30 @@ def evaluate(history: History, fault: PolicyFault, now_ns: int, limits: CapLimit
     earlier = [] if history.has_progress(fault.hot_sealed_step) else list(history.attempts)
     used = _used(history, fault, earlier, now_ns, limits)
     limit = _limits(limits)
-    tripped = [cap for cap in _ORDER if used[cap.value] >= limit[cap.value]] if earlier else []
-    if history.progress_unknown:
-        tripped = [cap for cap in tripped if cap is Cap.UNKNOWN_PROGRESS]
-    elif not _may_trip(fault, earlier, now_ns, limits):
-        tripped = [cap for cap in tripped if cap in _AT_ONCE]
+    full = [cap for cap in _ORDER if cap in limit and used[cap] >= limit[cap]]
+    if fault.fault is FaultClass.PREEMPTION:
+        tripping = [Cap.PREEMPTION] if used[Cap.PREEMPTION] >= limit[Cap.PREEMPTION] else []
+    elif not earlier:
+        tripping = [cap for cap in full if cap is Cap.LIFETIME]
+    elif history.progress_unknown:
+        tripping = [cap for cap in full if cap in (Cap.LIFETIME, Cap.UNKNOWN_PROGRESS)]
+    elif _may_trip(fault, earlier, now_ns, limits):
+        tripping = full
+    else:
+        tripping = [cap for cap in full if cap in _at_once(history, limits)]
     return Budgets(
         num_attempts=len(earlier) + 1,
-        num_same=used[Cap.SAME_FINGERPRINT.value],
-        used=used,
-        limit=limit,
-        tripped=tripped[0] if tripped else None,
+        num_same=used[Cap.SAME_FINGERPRINT],
+        used={cap.value: used[cap] for cap in limit},
+        limit={cap.value: number for cap, number in limit.items()},
+        tripped=tripping[0] if tripping else None,
     )
+
+
+def _at_once(history: History, limits: CapLimits) -> frozenset[Cap]:
+    """Caps that trip within the transient grace; the storage's does if decisions were not recorded that often."""
+    is_unrecorded = history.num_unrecorded >= limits.storage_attempts
+    return _AT_ONCE | ({Cap.STORAGE} if is_unrecorded else set())
 
 
 def _may_trip(fault: PolicyFault, earlier: list[Attempt], now_ns: int, limits: CapLimits) -> bool:
@@ -89,18 +103,22 @@ def _may_trip(fault: PolicyFault, earlier: list[Attempt], now_ns: int, limits: C
 
 def _used(
     history: History, fault: PolicyFault, earlier: list[Attempt], now_ns: int, limits: CapLimits
-) -> dict[str, int]:
+) -> dict[Cap, int]:
     before_first_step = history.first_step_ns is None and fault.high_water == 0
     nonfinite = fault.fault is FaultClass.NONFINITE
+    is_preempted = fault.fault is FaultClass.PREEMPTION
+    unrecorded = history.num_unrecorded if earlier else 0
     return {
-        Cap.SAME_FINGERPRINT.value: 1 + sum(1 for item in earlier if item.fingerprint == fault.fingerprint),
-        Cap.CONSECUTIVE.value: len(earlier) + 1,
-        Cap.WINDOW.value: history.num_fruitless(now_ns, limits.window_s) + bool(earlier),
-        Cap.DEVICE.value: _same_device(fault, earlier, now_ns, limits),
-        Cap.STARTUP.value: len(earlier) + 1 if before_first_step else 0,
-        Cap.NONFINITE.value: sum(1 for item in earlier if nonfinite and item.fault is FaultClass.NONFINITE),
-        Cap.UNKNOWN_PROGRESS.value: len(earlier) + 1 if history.progress_unknown else 0,
-        Cap.STORAGE.value: _count_class(FaultClass.STORAGE, fault, earlier),
+        Cap.SAME_FINGERPRINT: 1 + sum(1 for item in earlier if item.fingerprint == fault.fingerprint),
+        Cap.CONSECUTIVE: len(earlier) + 1,
+        Cap.WINDOW: history.num_fruitless(now_ns, limits.window_s) + bool(earlier),
+        Cap.DEVICE: _same_device(fault, earlier, now_ns, limits),
+        Cap.STARTUP: len(earlier) + 1 if before_first_step else 0,
+        Cap.NONFINITE: sum(1 for item in earlier if nonfinite and item.fault is FaultClass.NONFINITE),
+        Cap.UNKNOWN_PROGRESS: len(earlier) + 1 if history.progress_unknown else 0,
+        Cap.STORAGE: max(_count_class(FaultClass.STORAGE, fault, earlier), unrecorded),
+        Cap.PREEMPTION: history.preemptions() if is_preempted else history.num_preempted,
+        Cap.LIFETIME: history.num_faults + (not is_preempted),
     }
 
 
@@ -117,14 +135,17 @@ def _count_class(kind: FaultClass, fault: PolicyFault, earlier: list[Attempt]) -
     return 1 + sum(1 for item in earlier if item.fault is kind)
 
 
-def _limits(limits: CapLimits) -> dict[str, int]:
-    return {
-        Cap.SAME_FINGERPRINT.value: limits.same_fingerprint_attempts,
-        Cap.CONSECUTIVE.value: limits.consecutive_attempts,
-        Cap.WINDOW.value: limits.window_attempts,
-        Cap.DEVICE.value: limits.device_faults,
-        Cap.STARTUP.value: limits.startup_attempts,
-        Cap.NONFINITE.value: limits.nonfinite_attempts,
-        Cap.UNKNOWN_PROGRESS.value: limits.unknown_progress_attempts,
-        Cap.STORAGE.value: limits.storage_attempts,
+def _limits(limits: CapLimits) -> dict[Cap, int]:
+    """Limit of every cap that is in force."""
+    lifetime = {Cap.LIFETIME: limits.lifetime_faults} if limits.lifetime_faults else {}
+    return lifetime | {
+        Cap.SAME_FINGERPRINT: limits.same_fingerprint_attempts,
+        Cap.CONSECUTIVE: limits.consecutive_attempts,
+        Cap.WINDOW: limits.window_attempts,
+        Cap.DEVICE: limits.device_faults,
+        Cap.STARTUP: limits.startup_attempts,
+        Cap.NONFINITE: limits.nonfinite_attempts,
+        Cap.UNKNOWN_PROGRESS: limits.unknown_progress_attempts,
+        Cap.STORAGE: limits.storage_attempts,
+        Cap.PREEMPTION: limits.preemption_attempts,
     }

@@ -6,7 +6,8 @@ the cure was in_process or worker (a lost node loses its hot slots, so there it 
 durable commit. Progress ends the episode, and with it the budgets spent.
 
 Invariants: replaying the journal gives the same history, so that no restart of worker, launcher or pod
-refills a budget; only progress and `BudgetReset` do. Memory is bounded.
+refills a budget or brings an excluded device back; only progress and `BudgetReset` do. Memory is bounded.
+Preemptions are no faults: they are counted apart, and a newer verified checkpoint is their progress.
 Thread safety: none; one owner. Must not: read a clock, read message texts.
 """
 
@@ -19,9 +20,13 @@ from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.schema import (
     Action,
     BudgetReset,
+    DecisionUnrecorded,
+    Event,
     FaultClass,
     FaultDetected,
     Layer,
+    PreemptionReceived,
+    RankExcluded,
     Record,
     RestartDecided,
     SaveVerified,
@@ -51,7 +56,8 @@ class History(Snapshotted):
 
     STATE = (
         *("high_water", "first_step_ns", "durable_step", "restored_step", "attempts", "progress_unknown"),
-        *("_progress", "_cure", "_fruitless", "_num_journal_dropped"),
+        *("excluded", "num_faults", "num_unrecorded", "num_preempted"),
+        *("_progress", "_cure", "_fruitless", "_num_journal_dropped", "_preempted_at_step"),
     )
     STORED = (Attempt,)
 
@@ -68,6 +74,16 @@ class History(Snapshotted):
         """Faults since progress, oldest first."""
         self.progress_unknown = False
         """The journal lost records since the last fault, so progress cannot be known."""
+        self.excluded: list[str] = []
+        """Devices that take no further part, in the order of their exclusion."""
+        self.num_faults = 0
+        """Faults in the whole life of the run, or since its budgets were reset."""
+        self.num_unrecorded = 0
+        """Restarts since progress whose decision was not on disk in time."""
+        self.num_preempted = 0
+        """Preemptions in a row without a newer verified checkpoint between them."""
+        self._preempted_at_step = -1
+        """`durable_step` at the newest preemption."""
         self._progress = False
         self._cure = Layer.IN_PROCESS
         self._fruitless: deque[int] = deque(maxlen=_MAX_REMEMBERED)
@@ -90,6 +106,16 @@ class History(Snapshotted):
             # A launcher that was killed may not have recorded the commits which a restore proves.
             self.restored_step = event.step
             self.high_water = max(self.high_water, event.step)
+        else:
+            self._apply_rare(event)
+
+    def _apply_rare(self, event: Event) -> None:
+        if isinstance(event, RankExcluded):
+            self.excluded.append(event.device)
+        elif isinstance(event, DecisionUnrecorded):
+            self.num_unrecorded += 1
+        elif isinstance(event, PreemptionReceived):
+            self._on_preemption(event)
         elif isinstance(event, BudgetReset):
             self._reset()
         elif isinstance(event, TelemetryDegraded):
@@ -107,6 +133,10 @@ class History(Snapshotted):
         start_ns = now_ns - to_ns(window_s)
         return sum(1 for time_ns in self._fruitless if time_ns > start_ns)
 
+    def preemptions(self) -> int:
+        """Preemptions in a row without a newer verified checkpoint, one that comes now included."""
+        return 1 if self.durable_step > self._preempted_at_step else self.num_preempted + 1
+
     def incident_high_water(self) -> int | None:
         """H at the first fault of an incident that has not passed it again, None if there is none."""
         if not self.attempts or self.high_water > self.attempts[0].high_water:
@@ -121,8 +151,10 @@ class History(Snapshotted):
             self._progress = True
 
     def _on_fault(self, record: Record, event: FaultDetected) -> None:
+        self.num_faults += 1
         if self.has_progress():
             self.attempts.clear()
+            self.num_unrecorded = 0
         else:
             self._fruitless.append(record.time_ns)
         self.attempts.append(
@@ -138,6 +170,11 @@ class History(Snapshotted):
         self._progress = False
         self.progress_unknown = False
 
+    def _on_preemption(self, event: PreemptionReceived) -> None:
+        """A person's interruption is no preemption."""
+        if not event.by_person:
+            self.num_preempted, self._preempted_at_step = self.preemptions(), self.durable_step
+
     def _on_degraded(self, event: TelemetryDegraded) -> None:
         if event.component == "journal" and event.dropped > self._num_journal_dropped:
             self.progress_unknown = True
@@ -146,6 +183,8 @@ class History(Snapshotted):
     def _reset(self) -> None:
         self.attempts.clear()
         self._fruitless.clear()
+        self.excluded.clear()
+        self.num_faults = self.num_unrecorded = self.num_preempted = 0
         self._progress = False
         self.progress_unknown = False
 

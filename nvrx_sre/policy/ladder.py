@@ -5,6 +5,11 @@ one. Each layer acts only when a fault has crossed the one below it: a class sta
 lost process lifts it to `worker`, and so does a third attempt at the same fingerprint, which an in-process
 restart has evidently not cured. A stop is layer `job`.
 
+A device that was the root often enough, by faults that a device can have, is excluded if the world stays large
+enough without it. That is the one restart which a full cap does not stop, since the next attempt is another one:
+it refills nothing, and a device is excluded once, so that attempts without progress stay within the caps plus one
+for each device.
+
 Must not: read a clock, know processes, look into message texts.
 """
 
@@ -24,6 +29,11 @@ __all__ = ["Decision", "PolicyFault", "decide"]
 _LAST_ATTEMPT = 2
 """Faults of one fingerprint after which the next attempt goes one checkpoint further back."""
 _LADDER = tuple(Layer)
+_DEVICE_CLASSES = frozenset({FaultClass.HANG, FaultClass.KILLED, FaultClass.CUDA_ERROR, FaultClass.STARTUP})
+"""What a bad device does to its rank. An exception that repeats on one rank is the program's or the data's: moving it
+to other hardware is no cure (failure case C35)."""
+_OUTWEIGHED_CAPS = frozenset({Cap.SAME_FINGERPRINT, Cap.STARTUP, Cap.CONSECUTIVE, Cap.WINDOW, Cap.DEVICE, None})
+"""Caps that do not stop an attempt without the device (None: none has tripped)."""
 _RETRYABLE_CAPS = frozenset({Cap.STARTUP, Cap.STORAGE})
 """Caps after which a start elsewhere may help (exit 75); the others end the job (exit 93)."""
 
@@ -33,7 +43,8 @@ class Decision:
     """What to do about a fault, and why.
 
     `exit_code` is None for a restart. `restarts_since_progress` counts attempts that ended without
-    progress, this one included; `cap` is the budget that stopped the run, if one did.
+    progress, this one included; `cap` is the budget that stopped the run, if one did. `is_excluding`: the root's
+    device takes no further part.
     """
 
     action: Action
@@ -46,6 +57,7 @@ class Decision:
     restarts_since_progress: int
     budget_used: dict[str, int]
     budget_limit: dict[str, int]
+    is_excluding: bool = False
 
 
 def decide(history: History, fault: PolicyFault, now_ns: int, limits: CapLimits) -> Decision:
@@ -55,8 +67,12 @@ def decide(history: History, fault: PolicyFault, now_ns: int, limits: CapLimits)
     if incurable is not None:
         exit_code, reason = incurable
         return _stop(budgets, exit_code, reason, None)
+    if _excludes(fault, budgets):
+        return _exclusion(fault, budgets)
     if budgets.tripped is not None:
         return _capped(budgets, budgets.tripped)
+    if fault.fault is FaultClass.PREEMPTION:
+        return _stop(budgets, ExitCode.PREEMPTED, "preempted: the orchestrator starts the job again", None)
     return _restart(fault, budgets, limits)
 
 
@@ -64,8 +80,6 @@ def _incurable(fault: PolicyFault) -> tuple[int, str] | None:
     """Exit code and reason if no restart can cure the fault."""
     if fault.fault is FaultClass.USER_ERROR:
         return ExitCode.CONFIG, "a configuration or user error: no restart can cure it"
-    if fault.fault is FaultClass.PREEMPTION:
-        return ExitCode.PREEMPTED, "preempted: the orchestrator starts the job again"
     if fault.fault is FaultClass.CHECKPOINT_CORRUPT and fault.exception_type == NothingRestorable.__name__:
         return ExitCode.DO_NOT_RESTART, "commits are on record, none can be loaded; --start-fresh begins at step 0"
     return None
@@ -74,7 +88,8 @@ def _incurable(fault: PolicyFault) -> tuple[int, str] | None:
 def _capped(budgets: Budgets, cap: Cap) -> Decision:
     exit_code = ExitCode.RETRYABLE if cap in _RETRYABLE_CAPS else ExitCode.DO_NOT_RESTART
     used, limit = budgets.used[cap.value], budgets.limit[cap.value]
-    return _stop(budgets, exit_code, f"cap {cap.value} reached: {used} of {limit} without progress", cap)
+    without = "" if cap is Cap.LIFETIME else " without progress"
+    return _stop(budgets, exit_code, f"cap {cap.value} reached: {used} of {limit}{without}", cap)
 
 
 def _stop(budgets: Budgets, exit_code: int, reason: str, cap: Cap | None) -> Decision:
@@ -89,6 +104,28 @@ def _stop(budgets: Budgets, exit_code: int, reason: str, cap: Cap | None) -> Dec
         restarts_since_progress=budgets.num_attempts,
         budget_used=budgets.used,
         budget_limit=budgets.limit,
+    )
+
+
+def _excludes(fault: PolicyFault, budgets: Budgets) -> bool:
+    is_blamed = budgets.used[Cap.DEVICE.value] >= budgets.limit[Cap.DEVICE.value]
+    return is_blamed and fault.can_exclude and fault.fault in _DEVICE_CLASSES and budgets.tripped in _OUTWEIGHED_CAPS
+
+
+def _exclusion(fault: PolicyFault, budgets: Budgets) -> Decision:
+    times = budgets.used[Cap.DEVICE.value]
+    return Decision(
+        action=Action.RESTART,
+        layer=Layer.WORKER,
+        backoff_s=0.0,
+        reason=f"{fault.fault.value}: {fault.device} was the root {times} times without progress: on without it",
+        exit_code=None,
+        checkpoints_back=0,
+        cap=None,
+        restarts_since_progress=budgets.num_attempts,
+        budget_used=budgets.used,
+        budget_limit=budgets.limit,
+        is_excluding=True,
     )
 
 

@@ -281,6 +281,9 @@ DETECTION_MAX = _gauge(
     "nvrx_detection_max_seconds", Unit.SECONDS, "Longest detection so far.", _label("detector", Detector)
 )
 DECISIONS = _counter("nvrx_restart_decisions_total", Unit.COUNT, "Decisions of the policy.", _label("action", Action))
+DECISIONS_UNRECORDED = _counter(
+    "nvrx_decisions_unrecorded_total", Unit.COUNT, "Restarts whose decision was not on disk in time."
+)
 INTERRUPTS = _counter("nvrx_interrupts_total", Unit.COUNT, "Interrupts of a generation's survivors.")
 TEARDOWNS = _counter(
     "nvrx_teardowns_total", Unit.COUNT, "Ranks that left a generation, by how.", _label("outcome", TeardownOutcome)

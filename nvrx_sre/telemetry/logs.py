@@ -52,12 +52,21 @@ def configure(
     )
 
 
+_WARNINGS = (
+    schema.SaveFailed,
+    schema.CheckpointRejected,
+    schema.TelemetryDegraded,
+    schema.RankExcluded,
+    schema.DecisionUnrecorded,
+)
+
+
 def level_of(record: Record) -> str:
     """structlog level name of a record."""
     event = record.event
     if isinstance(event, (schema.FaultDetected, schema.CapReached, schema.ReplayDiverged, schema.LeaderLost)):
         return "error"
-    if isinstance(event, (schema.SaveFailed, schema.CheckpointRejected, schema.TelemetryDegraded, schema.RankExcluded)):
+    if isinstance(event, _WARNINGS):
         return "warning"
     if isinstance(event, (schema.StepsCommitted, schema.PhaseEntered, schema.SaveStarted, schema.SaveSealed)):
         return "debug"
@@ -121,7 +130,7 @@ _LINES: dict[type[schema.Event], Callable[[Record, Any], str]] = {
     schema.IncidentClosed: _closed,
     schema.StepsCommitted: _steps,
     schema.RunFinished: _stopped,
-    schema.FaultInjected: lambda record, event: f"injecting {event.spec} on {_who(record)} at step {event.step}",
+    schema.FaultInjected: lambda record, event: f"injecting {event.spec} at step {event.step}",
     schema.GenerationFormed: lambda record, event: (
         f"generation {record.generation} formed with {event.world_size} ranks"
     ),
@@ -138,6 +147,15 @@ _LINES: dict[type[schema.Event], Callable[[Record, Any], str]] = {
     schema.SaveVerified: lambda _, event: f"checkpoint of step {event.step} committed and verified",
     schema.SaveFailed: lambda _, event: f"save of step {event.step} failed: {event.reason}",
     schema.PreemptionReceived: lambda _, event: f"signal {event.signal} received: draining",
+    schema.RankExcluded: lambda _, event: (
+        f"device {event.device} takes no further part, {event.world_size} ranks go on: {event.reason}"
+    ),
+    schema.DecisionUnrecorded: lambda _, event: (
+        f"the decision was not on disk after {event.waited_s:g} s: the restart goes on without that"
+    ),
+    schema.DeadlineChosen: lambda _, event: (
+        f"progress deadline of {event.phase} is {event.limit_s:.1f} s now (p99 {event.p99_s:.3f} s): {event.reason}"
+    ),
     schema.HaltRequested: lambda _, event: f"halt requested: {event.reason}",
     schema.CapReached: lambda _, event: f"retry cap {event.cap} reached ({event.used} of {event.limit})",
     schema.LeaderLost: lambda _, event: f"launcher of epoch {event.lost_epoch} was lost",

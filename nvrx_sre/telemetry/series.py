@@ -12,7 +12,7 @@ from __future__ import annotations
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.events import schema
-from nvrx_sre.events.schema import HaltReason, Record, StepKind
+from nvrx_sre.events.schema import Cap, HaltReason, Record, StepKind
 from nvrx_sre.events.snapshot import Snapshotted
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
@@ -50,6 +50,7 @@ class RunSeries(SeriesPart):
             schema.LeaderLost: self.counting(catalog.LEADERS_LOST),
             schema.StepsCommitted: self._on_steps_committed,
             schema.ReplayDiverged: self.counting(catalog.REPLAY_DIVERGENCES),
+            schema.DeadlineChosen: self._on_deadline_chosen,
             schema.PreemptionReceived: self._on_preemption,
             schema.HaltRequested: self._on_halt_requested,
             schema.CapReached: self._on_cap_reached,
@@ -137,8 +138,13 @@ class RunSeries(SeriesPart):
             self.values.set(catalog.HALTED_TIMESTAMP, seconds(record.time_ns), self._halt_reason)
         self._enter(state, record.time_ns)
 
-    def _on_preemption(self, _: Record, __: schema.PreemptionReceived) -> None:
+    def _on_deadline_chosen(self, _: Record, event: schema.DeadlineChosen) -> None:
+        self.values.set(catalog.PHASE_DEADLINE, event.limit_s, event.phase)
+
+    def _on_preemption(self, _: Record, event: schema.PreemptionReceived) -> None:
         self.values.add(catalog.PREEMPTIONS, 1)
+        if event.limit:
+            self.values.set(catalog.BUDGET_USED, event.attempts, Cap.PREEMPTION)
         self._draining = True
 
     def _on_halt_requested(self, _: Record, event: schema.HaltRequested) -> None:

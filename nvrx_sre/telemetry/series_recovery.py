@@ -5,6 +5,8 @@ Invariants: those of `telemetry.series_part`. A restart is counted when its outc
 
 from __future__ import annotations
 
+import math
+
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.limits import CapLimits
@@ -23,7 +25,7 @@ OTHER_NODE = "other"
 
 
 def cap_limit(cap: Cap, caps: CapLimits) -> float:
-    """The limit that `cap` compares with."""
+    """The limit that `cap` compares with; infinite for a cap that is off."""
     return float(
         {
             Cap.SAME_FINGERPRINT: caps.same_fingerprint_attempts,
@@ -34,6 +36,8 @@ def cap_limit(cap: Cap, caps: CapLimits) -> float:
             Cap.NONFINITE: caps.nonfinite_attempts,
             Cap.UNKNOWN_PROGRESS: caps.unknown_progress_attempts,
             Cap.STORAGE: caps.storage_attempts,
+            Cap.PREEMPTION: caps.preemption_attempts,
+            Cap.LIFETIME: caps.lifetime_faults or math.inf,
         }[cap]
     )
 
@@ -61,6 +65,7 @@ class RecoverySeries(SeriesPart):
             schema.FaultInjected: self.counting(catalog.FAULTS_INJECTED),
             schema.FaultDetected: self._on_fault_detected,
             schema.RestartDecided: self._on_restart_decided,
+            schema.DecisionUnrecorded: self.counting(catalog.DECISIONS_UNRECORDED),
             schema.InterruptRaised: self.counting(catalog.INTERRUPTS),
             schema.TeardownFinished: self._on_teardown_finished,
             schema.RankReplaced: self._on_rank_replaced,
@@ -194,7 +199,7 @@ class RecoverySeries(SeriesPart):
         if event.verdict in (Verdict.RECOVERED, Verdict.FLAPPING):
             self.values.observe(catalog.ROLLBACK_STEPS, event.rollback_steps, event.trace_id, record.time_ns)
             self.values.set(catalog.ROLLBACK_LAST, event.rollback_steps)
-            self._reset_budgets(keep=(Cap.WINDOW,))
+            self._reset_budgets(keep=(Cap.WINDOW, Cap.PREEMPTION, Cap.LIFETIME))
 
     def _on_budget_reset(self, _: Record, __: schema.BudgetReset) -> None:
         self.values.add(catalog.BUDGET_RESETS, 1)

@@ -40,6 +40,8 @@ OWN_METRIC: dict[type[Event], tuple[Metric, tuple[str, ...]]] = {
     schema.InterruptRaised: (catalog.INTERRUPTS, ()),
     schema.TeardownFinished: (catalog.TEARDOWNS, ("kept",)),
     schema.RestartDecided: (catalog.DECISIONS, ("restart",)),
+    schema.DecisionUnrecorded: (catalog.DECISIONS_UNRECORDED, ()),
+    schema.DeadlineChosen: (catalog.PHASE_DEADLINE, ("evaluate",)),
     schema.RankReplaced: (catalog.RANK_REPLACEMENTS, ()),
     schema.RankExcluded: (catalog.RANKS_EXCLUDED, ()),
     schema.RolledBack: (catalog.ROLLBACKS, ("hot",)),
