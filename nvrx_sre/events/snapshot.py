@@ -23,8 +23,11 @@ from typing import Any, ClassVar
 from nvrx_sre.events import kinds
 from nvrx_sre.events.schema import SCHEMA_VERSION
 
-SNAPSHOT_VERSION = 1
+SNAPSHOT_VERSION = 2
 """To be raised when a stored attribute keeps its name and changes its meaning."""
+
+_KEPT = "_stored"
+"""Entry of a dataclass's `__dict__` that holds its stored form, no field of it."""
 
 _CLASSES: dict[str, type] = {
     name: item for name, item in vars(kinds).items() if inspect.isclass(item) and issubclass(item, Enum)
@@ -51,6 +54,14 @@ class Snapshotted:
 def take(folds: Mapping[str, Snapshotted]) -> dict[str, Any]:
     """State of all folds, JSON-ready. Independent of them: what happens later does not show in it."""
     return {name: {"shape": shape(fold), "state": _state(fold)} for name, fold in folds.items()}
+
+
+def keep_stored(value: Any) -> None:
+    """`value`, a dataclass that a fold names in `STORED`, never changes again: it is encoded now and not at each `take`.
+
+    What a fold keeps of the past costs its owner nothing when a snapshot is taken.
+    """
+    value.__dict__[_KEPT] = ["kept", *_encode(value)[1:]]
 
 
 def fits(folds: Mapping[str, Snapshotted], value: Mapping[str, Any]) -> bool:
@@ -105,6 +116,9 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Snapshotted):
         return _state(value)
     if dataclasses.is_dataclass(value) and type(value).__name__ in _CLASSES:
+        kept = value.__dict__.get(_KEPT)
+        if kept is not None:
+            return kept
         fields = {item.name: _encode(getattr(value, item.name)) for item in dataclasses.fields(value)}
         return ["data", type(value).__name__, fields]
     if isinstance(value, dict):
@@ -123,8 +137,11 @@ def _decode(value: Any) -> Any:
     kind, *rest = value
     if kind == "enum":
         return _CLASSES[rest[0]](rest[1])
-    if kind == "data":
-        return _CLASSES[rest[0]](**{name: _decode(item) for name, item in rest[1].items()})
+    if kind in ("data", "kept"):
+        restored = _CLASSES[rest[0]](**{name: _decode(item) for name, item in rest[1].items()})
+        if kind == "kept":
+            restored.__dict__[_KEPT] = value
+        return restored
     if kind == "dict":
         return {_decode(key): _decode(item) for key, item in rest[0]}
     items = [_decode(item) for item in rest[0]]

@@ -40,7 +40,7 @@ from nvrx_sre.events.schema import (
     Record,
     Verdict,
 )
-from nvrx_sre.events.snapshot import Snapshotted
+from nvrx_sre.events.snapshot import Snapshotted, keep_stored
 from nvrx_sre.goodput.verdict import ends_incident, verdict_open, verdict_recovered
 
 MAX_CLOSED = 1000
@@ -270,6 +270,7 @@ class IncidentTracker(Snapshotted):
         incident = self.open
         assert incident is not None
         incident.verdict = verdict
+        keep_stored(incident)
         self.open = None
         self.closed.append(incident)
         self.num_closed += 1

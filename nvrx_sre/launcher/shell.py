@@ -275,32 +275,34 @@ class Shell:
         """Take in every packet that has arrived. A closed channel alone is not death: the pidfd tells."""
         while True:
             try:
-                received = child.channel.receive()
+                message = child.channel.receive_plain()
             except BlockingIOError:
                 return
             except ValueError:
                 self._num_bad_packets += 1  # the child's own doing, its deadlines judge it
                 continue
-            if received is None:
+            if message is None:
                 if child.channel.fileno() in self._selector.get_map():
                     self._selector.unregister(child.channel)
                 return
-            self._note_injection(child, received[0])
-            self._note_arrival(child, received[0])
-            self._inputs.append(c.FromChild(child=child.number, message=received[0]))
+            if type(message) is wire.Step:
+                self._note_arrival(child, message)
+            elif type(message) is wire.Injected:
+                self._note_injection(child, message)
+            self._inputs.append(c.FromChild(child=child.number, message=message))
 
-    def _note_arrival(self, child: Child, message: wire.Message) -> None:
+    def _note_arrival(self, child: Child, message: wire.Step) -> None:
         rank = self.effects.rank_of(child.number)
-        if isinstance(message, wire.Step) and rank is not None:
-            world_size = self._config.nproc
-            self._lateness.report(message.generation, world_size, rank, message.step, message.arrived_ns)
+        if rank is not None and message.arrived_ns:
+            self._lateness.report(
+                message.generation, self._config.nproc, rank, message.step, message.arrived_ns
+            )
 
-    def _note_injection(self, child: Child, message: wire.Message) -> None:
+    def _note_injection(self, child: Child, message: wire.Injected) -> None:
         """A planned `oom_kill` cannot make the kernel strike: its announcement stands for the kernel's counter."""
-        if isinstance(message, wire.Injected):
-            if message.spec.startswith("oom_kill@"):
-                self._injected_oom.add(child.number)
-            self._is_to_die |= message.spec.startswith("launcher_kill@")
+        if message.spec.startswith("oom_kill@"):
+            self._injected_oom.add(child.number)
+        self._is_to_die |= message.spec.startswith("launcher_kill@")
 
     def _tell_ranks(self) -> None:
         """What was last heard of each rank's process, and what the hot slots take, for the metrics."""
