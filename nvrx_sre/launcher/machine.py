@@ -68,6 +68,8 @@ class Machine:
         self._recovery = Recovery(self._job, self._roster, self._commits, self._progress)
         self._shutdown = Shutdown(self._job, self._roster, self._commits, self._saves)
         self._is_interrupted = False
+        self._looks_again = False
+        """The alarm is set anew after this input: a tick, or any while a peer's phase excuses a rank out of time."""
         self._inputs: dict[type[c.Input], Callable[[Any, int], None]] = {
             c.Spawned: self._on_spawned,
             c.FromChild: self._on_message,
@@ -130,10 +132,12 @@ class Machine:
             self._inputs[type(item)](item, now_ns)
             self._recovery.settle(now_ns)
             self._shutdown.poll(now_ns)
+            if self._looks_again:
+                self._set_alarm(now_ns)
         return self._job.take()
 
     def next_deadline_ns(self) -> int | None:
-        """When `Tick` is due, None if nothing waits."""
+        """When `Tick` is due, None if nothing waits. It may come early: a tick at which nothing is due does nothing."""
         if self._job.stage is Stage.STOPPED:
             return None
         waits = [
@@ -141,11 +145,20 @@ class Machine:
             self._saves.deadline_ns(),
             self._recovery.deadline_ns(),
             self._shutdown.deadline_ns(),
-            *(child.deadline_ns for child in self._roster if child.state is not ChildState.RUNNING),
+            self._faults.deadline_ns() if self._job.stage is Stage.OPEN else None,
+            self._roster.alarm.due_ns,
         ]
-        if self._job.stage is Stage.OPEN:
-            waits.append(self._faults.deadline_ns() if self._faults.is_suspecting else self._progress.deadline_ns())
         return min((item for item in waits if item is not None), default=None)
+
+    def _set_alarm(self, now_ns: int) -> None:
+        """Look at every child for the next deadline. A suspicion is judged before any rank's progress."""
+        waits = [child.deadline_ns for child in self._roster if child.state is not ChildState.RUNNING]
+        self._looks_again = False
+        if self._job.stage is Stage.OPEN:
+            running_ns, self._looks_again = self._progress.next_deadline_ns(now_ns)
+            if not (self._looks_again and self._faults.is_suspecting):
+                waits.append(running_ns)
+        self._roster.alarm.due_ns = min((item for item in waits if item is not None), default=None)
 
     # --- processes ------------------------------------------------------------------------------------------
 
@@ -371,6 +384,7 @@ class Machine:
             self._judge(now_ns)
         if self._job.stage is Stage.FORMING:
             self._recovery.on_tick(now_ns)
+        self._looks_again = True
 
     def _judge(self, now_ns: int) -> None:
         if self._faults.is_suspecting:

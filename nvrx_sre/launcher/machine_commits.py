@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from dataclasses import dataclass, field
 
 from nvrx_sre.core.clock import to_ns
@@ -92,6 +93,8 @@ class Commits:
         self._interval = HotInterval(job)
         self._seals = Seals()
         self._ranks: list[_Rank] = []
+        self._num_at: Counter[int] = Counter()
+        """Ranks whose newest reported step it is."""
         self._record_at: int | None = None
         """First step above an incident's H: recorded alone, once it is settled."""
         self._aggregate: _Aggregate | None = None
@@ -106,6 +109,7 @@ class Commits:
     def open(self) -> None:
         """A generation was opened: nothing of it is committed yet."""
         self._ranks = [_Rank() for _ in range(self._job.config.world_size)]
+        self._num_at = Counter({0: len(self._ranks)})
         self._seals.open(self._job.generation, len(self._ranks))
         self._record_at = None
         self._aggregate = None
@@ -121,6 +125,7 @@ class Commits:
         self.high_water = max(self.high_water, step)
         for rank in self._ranks:
             rank.step = max(rank.step, step)
+        self._num_at = Counter(rank.step for rank in self._ranks)
         if self.sealed is not None and self.sealed.step != step:
             self.forget_sealed()
 
@@ -139,11 +144,14 @@ class Commits:
         state = self._ranks[rank]
         if message.step <= state.step:
             return []
+        is_slowest = state.step == self.step
+        self._num_at[state.step] -= 1
+        self._num_at[message.step] += 1
         state.step = message.step
         state.waiting[message.step] = message
-        newest = min(item.step for item in self._ranks)
-        for step in range(self.step + 1, newest + 1):
-            self._commit(step, rank, message.mono_ns)
+        while is_slowest and not self._num_at[self.step]:
+            del self._num_at[self.step]
+            self._commit(self.step + 1, rank, message.mono_ns)
         return self._settle()
 
     def seal(self, rank: int, message: SealedReport) -> list[Committed]:
@@ -203,7 +211,10 @@ class Commits:
         self.step = step
         self.num_committed += 1
         self.high_water = max(self.high_water, step)
-        self._seals.committed(Unsettled(step=step, kind=kind, reports=tuple(complete), mono_ns=mono_ns))
+        is_begun = len(complete) == len(reports) and all(report.slot >= 0 for report in complete)
+        self._seals.committed(
+            Unsettled(step=step, kind=kind, reports=tuple(complete), mono_ns=mono_ns, is_begun_everywhere=is_begun)
+        )
         if self.incident_high_water is not None and step > self.incident_high_water:
             self.incident_high_water = None
             self._record_at = step

@@ -153,9 +153,9 @@ class Generation:
 
     def _note_formed(self, child: Child) -> None:
         self._formed.add(child.number)
-        seated = self._roster.seated()
-        if self._is_formed or not self._formed.issuperset(item.number for item in seated):
+        if self._is_formed or len(self._formed) < self._job.config.world_size:
             return
+        seated = self._roster.seated()
         self._is_formed = True
         self._job.emit(
             GenerationFormed(

@@ -11,7 +11,9 @@ root is unknown. Pure: times are the launcher's monotonic receive times.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.channel import Alive, Entered, Step
@@ -110,10 +112,12 @@ class Progress:
             if child.deadline_ns is not None:
                 child.arm(now_ns, child.limit_s)
 
-    def deadline_ns(self) -> int | None:
-        """When the job is judged hung, None if no rank is under a deadline."""
-        verdicts = self._verdicts()
-        return min(when for when, _ in verdicts) if verdicts else None
+    def next_deadline_ns(self, now_ns: int) -> tuple[int | None, bool]:
+        """When the next rank runs out of time, None if none does; whether one has that a peer's phase excuses."""
+        armed = [child.deadline_ns for child in self._running() if child.deadline_ns is not None]
+        if all(when > now_ns for when in armed):
+            return min(armed, default=None), False
+        return min(when for when, _ in self._verdicts()), True
 
     def judge(self, now_ns: int) -> Hang | None:
         """The hang, if a deadline has passed that no peer's phase excuses."""
@@ -130,13 +134,17 @@ class Progress:
         if self._job.stage is not Stage.OPEN:
             return []
         armed = [(child.deadline_ns, child) for child in self._running() if child.deadline_ns is not None]
-        excuses = [(when, child) for when, child in armed if child.phase is not Phase.STEP]
+        excuses = sorted((_place(child), when) for when, child in armed if child.phase is not Phase.STEP)
         if not excuses:
-            return armed  # the common case, on the launcher's hot path
-        return [
-            (max([when, *(until for until, peer in excuses if not _is_ahead(peer, child))]), child)
-            for when, child in armed
-        ]
+            return armed
+        # No rank waits for one that is further on: of the others the latest deadline counts.
+        places = [place for place, _ in excuses]
+        until = list(accumulate((when for _, when in excuses), max))
+        verdicts = []
+        for when, child in armed:
+            num_excuses = bisect_right(places, _place(child))
+            verdicts.append((max(when, until[num_excuses - 1]) if num_excuses else when, child))
+        return verdicts
 
     def _running(self) -> list[Child]:
         return [child for child in self._roster.seated() if child.state is ChildState.RUNNING]
@@ -168,6 +176,6 @@ def _position(child: Child) -> tuple[int, int, int]:
     return (_ORDER[child.phase], child.step, child.progress)
 
 
-def _is_ahead(peer: Child, child: Child) -> bool:
-    """The peer is further on, so `child` cannot be waiting for it."""
-    return (_ORDER[peer.phase], peer.step) > (_ORDER[child.phase], child.step)
+def _place(child: Child) -> tuple[int, int]:
+    """How far on it is: nobody waits for a peer at a later place."""
+    return _ORDER[child.phase], child.step

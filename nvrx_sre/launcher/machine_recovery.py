@@ -73,7 +73,7 @@ class Recovery:
         """Start missing standbys."""
         if self._num_standby_failures >= MAX_STANDBY_FAILURES:
             return
-        missing = self._job.config.num_standbys - len(self._roster.of_role(Role.STANDBY))
+        missing = self._job.config.num_standbys - len(self._roster.spares(Role.STANDBY))
         for _ in range(missing):
             self._roster.spawn(Role.STANDBY, None, now_ns)
 
@@ -146,11 +146,8 @@ class Recovery:
         if self._is_tearing_down and not self._leaving:
             self._is_tearing_down = False
             self._job.emit(TeardownFinished(kept=sorted(self._kept), killed=sorted(self._killed)))
-        seated = self._roster.seated()
-        if len(seated) < self._job.config.world_size or self._backoff_until_ns is not None:
-            return
-        if all(child.state is ChildState.READY for child in seated):
-            self._open(seated, now_ns)
+        if self._backoff_until_ns is None and self._roster.is_every_rank_ready():
+            self._open(self._roster.seated(), now_ns)
 
     def _open(self, seated: list[Child], now_ns: int) -> None:
         job = self._job

@@ -18,6 +18,7 @@ from enum import StrEnum
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.schema import Phase, Role
 from nvrx_sre.launcher.commands import AssignRank, Kill, LeaveChild, Spawn
+from nvrx_sre.launcher.machine_alarm import Alarm
 from nvrx_sre.launcher.machine_job import Job
 
 
@@ -45,6 +46,7 @@ class Child:
     attempt: int
     serial: int
     """`Job.fault_serial` of the attempt that this child belongs to."""
+    alarm: Alarm
     state: ChildState = ChildState.STARTING
     pid: int = 0
     old_pid: int = 0
@@ -65,6 +67,7 @@ class Child:
         """Give it `limit_s` from now."""
         self.limit_s = limit_s
         self.deadline_ns = now_ns + to_ns(limit_s)
+        self.alarm.bring_forward(self.deadline_ns)
 
     @property
     def is_in_generation(self) -> bool:
@@ -81,8 +84,12 @@ class Roster:
     """Children by number, seats by rank."""
 
     def __init__(self, job: Job) -> None:
+        self.alarm = Alarm()
+        """Bound of the deadlines of all children."""
         self._job = job
         self._children: dict[int, Child] = {}
+        self._spares: dict[int, Child] = {}
+        """Writer and standbys: few, however many ranks there are."""
         self._seats: list[int | None] = [None] * job.config.world_size
         self._attempts = [0] * job.config.world_size
         self._last_pids = [0] * job.config.world_size
@@ -112,9 +119,13 @@ class Roster:
         """Ranks that nobody holds."""
         return [rank for rank, number in enumerate(self._seats) if number is None]
 
-    def of_role(self, role: Role) -> list[Child]:
-        """Living children of a role that are not on their way out."""
-        return [child for child in self if child.role is role and child.state is not ChildState.ENDING]
+    def is_every_rank_ready(self) -> bool:
+        """Every seat is taken by a child that can enter the pending generation. Looks no further than the first not."""
+        return all(number is not None and self._children[number].state is ChildState.READY for number in self._seats)
+
+    def spares(self, role: Role) -> list[Child]:
+        """Writers or standbys that are not on their way out."""
+        return [item for item in self._spares.values() if item.role is role and item.state is not ChildState.ENDING]
 
     def spawn(self, role: Role, rank: int | None, now_ns: int) -> Child:
         """Start a child; a worker takes the seat of `rank` at once."""
@@ -125,12 +136,15 @@ class Roster:
             rank=rank,
             attempt=self._next_attempt(role, rank),
             serial=self._job.fault_serial,
+            alarm=self.alarm,
             progressed_ns=now_ns,
             heard_ns=now_ns,
         )
         child.arm(now_ns, self._job.config.limits.deadlines.init_s)
         self._children[child.number] = child
-        if rank is not None:
+        if rank is None:
+            self._spares[child.number] = child
+        else:
             child.old_pid = self._last_pids[rank]
             self._seats[rank] = child.number
         self._job.command(Spawn(child=child.number, role=role, rank=rank, attempt=child.attempt))
@@ -139,6 +153,7 @@ class Roster:
     def assign(self, child: Child, rank: int, now_ns: int) -> None:
         """Give a parked child its rank for the pending generation."""
         if child.role is Role.STANDBY:
+            del self._spares[child.number]
             child.role = Role.WORKER
             child.old_pid = self._last_pids[rank]
             child.attempt = self._next_attempt(Role.WORKER, rank)
@@ -159,7 +174,7 @@ class Roster:
 
     def parked_standby(self) -> Child | None:
         """A standby that can become any rank."""
-        return next((item for item in self.of_role(Role.STANDBY) if item.state is ChildState.PARKED), None)
+        return next((item for item in self.spares(Role.STANDBY) if item.state is ChildState.PARKED), None)
 
     def kill(self, child: Child, reason: str, now_ns: int) -> None:
         """SIGKILL a child; its death is expected from now on."""
@@ -177,6 +192,7 @@ class Roster:
     def remove(self, child: Child) -> None:
         """The child is dead: its seat is vacant."""
         del self._children[child.number]
+        self._spares.pop(child.number, None)
         self.detach(child)
 
     def detach(self, child: Child) -> None:

@@ -198,7 +198,7 @@ class Saves:
         if save is None or save.deadline_ns is None or now_ns < save.deadline_ns:
             return
         self._on_interrupted_save(save)
-        for child in self._roster.of_role(Role.WRITER):
+        for child in self._roster.spares(Role.WRITER):
             self._roster.kill(child, "the save is overdue", now_ns)
 
     def _on_interrupted_save(self, save: _Save) -> None:
@@ -301,7 +301,7 @@ class Saves:
         self._job.emit(event, generation=save.sealed.generation)
 
     def _parked_writer(self) -> Child | None:
-        return next((item for item in self._roster.of_role(Role.WRITER) if item.state is ChildState.PARKED), None)
+        return next((item for item in self._roster.spares(Role.WRITER) if item.state is ChildState.PARKED), None)
 
 
 def _failure(reason: str) -> SaveFailure:

@@ -51,6 +51,8 @@ class Unsettled:
     kind: StepKind
     reports: tuple[wire.Step, ...]
     mono_ns: int
+    is_begun_everywhere: bool
+    """Every rank told of it, and of a slot that takes it."""
 
 
 @dataclass(kw_only=True)
@@ -108,13 +110,10 @@ class Seals:
         return settled
 
     def _is_over(self, item: Unsettled) -> bool:
-        return not self._is_begun_everywhere(item) or all(state.over_step >= item.step for state in self._ranks)
-
-    def _is_begun_everywhere(self, item: Unsettled) -> bool:
-        return len(item.reports) == len(self._ranks) and all(report.slot >= 0 for report in item.reports)
+        return not item.is_begun_everywhere or all(state.over_step >= item.step for state in self._ranks)
 
     def _outcome(self, item: Unsettled) -> Committed:
-        if self._is_begun_everywhere(item):
+        if item.is_begun_everywhere:
             self._seal(item)
         return self._described(item, is_due=any(report.durable for report in item.reports))
 
@@ -138,7 +137,7 @@ class Seals:
             kind=item.kind,
             sealed=sealed,
             is_durable_due=is_due,
-            is_captured_partly=sealed is None and (not is_complete or self._is_begun_everywhere(item)),
+            is_captured_partly=sealed is None and (not is_complete or item.is_begun_everywhere),
             is_stranded=sealed is None and any(report.slot >= 0 for report in item.reports),
             mono_ns=item.mono_ns,
         )

@@ -93,7 +93,7 @@ class Shutdown:
             self._give_up_ns = now_ns + 2 * to_ns(deadlines.teardown_s) + to_ns(deadlines.interrupt_grace_s)
             self._saves.close()
             self._leave_all(now_ns)
-            for child in self._roster.of_role(Role.WRITER):
+            for child in self._roster.spares(Role.WRITER):
                 self._roster.leave(child, deadlines.teardown_s, now_ns)
         if not len(self._roster) or now_ns >= self._give_up_ns:
             self._end()
