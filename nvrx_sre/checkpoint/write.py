@@ -116,7 +116,6 @@ class PlanCache:
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
         self._plans: Plans | None = None
-        self.num_merged = 0
 
     def plans_for(self, ranks: Sequence[RankPlan]) -> Plans:
         """Plans for these layouts and this set of differing plain tensors. `ranks`: all of the run, in order."""
@@ -125,7 +124,6 @@ class PlanCache:
         if self._plans is None or key != self._key:
             self._plans = _merge([rank.layout for rank in ranks], differing)
             self._key = key
-            self.num_merged += 1
         return self._plans
 
 
