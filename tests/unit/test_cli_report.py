@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import threading
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -29,7 +30,7 @@ def _sample(cls: type[schema.Event]) -> schema.Event:
     """An event with a value of the right kind in every field."""
     values: dict[str, Any] = {}
     for name, kind in get_type_hints(cls).items():
-        if isinstance(kind, type) and issubclass(kind, schema.StrEnum):
+        if isinstance(kind, type) and issubclass(kind, StrEnum):
             values[name] = next(iter(kind))
         elif name.endswith("_ns"):
             values[name] = START_NS
