@@ -28,6 +28,8 @@ from nvrx_sre.events.schema import (
     RunFinished,
     RunStarted,
     SaveCommitted,
+    SaveFailed,
+    SaveFailure,
     SaveSealed,
     SaveStarted,
     SaveVerified,
@@ -203,6 +205,14 @@ class Story:
             SaveCommitted(step=step, directory=directory, size_bytes=10, seconds=0.2, captured_ns=ns(at_s - 0.1)),
         )
         self.add(at_s + 0.3, SaveVerified(step=step, directory=directory, seconds=0.1, captured_ns=ns(at_s - 0.1)))
+
+    def fail_save(self, at_s: float, step: int) -> None:
+        """A durable save found no room."""
+        self.add(at_s, SaveStarted(step=step, tier=Tier.DURABLE, captured_ns=ns(at_s - 0.1)))
+        failed = SaveFailed(
+            step=step, tier=Tier.DURABLE, reason=SaveFailure.NO_SPACE, message="no space left on device"
+        )
+        self.add(at_s + 0.1, failed)
 
     def reject(self, at_s: float, step: int) -> None:
         """A durable checkpoint was found broken."""

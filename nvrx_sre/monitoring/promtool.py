@@ -21,7 +21,7 @@ from typing import Any
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.monitoring.promql import duration
 
-TIMEOUT_S = 180.0
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +120,24 @@ def _labels(labels: Mapping[str, str]) -> str:
 
 def run(rules: str, cases: Sequence[Case], interval_s: float, key: Sequence[str]) -> Outcome:
     """Run `cases` against the text of a rules file, scraped and evaluated every `interval_s` seconds."""
+    return _test(rules, [to_group(case, interval_s, key) for case in cases], interval_s)
+
+
+def _test(rules: str, groups: Sequence[dict[str, Any]], interval_s: float) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="nvrx-sre-promtool-") as name:
         directory = Path(name)
         (directory / "rules.yaml").write_text(rules, encoding="utf-8")
-        document = {
-            "rule_files": ["rules.yaml"],
-            "evaluation_interval": duration(interval_s),
-            "tests": [to_group(case, interval_s, key) for case in cases],
-        }
+        document = {"rule_files": ["rules.yaml"], "evaluation_interval": duration(interval_s), "tests": groups}
         # JSON is YAML, and written in a hundredth of the time
         (directory / "tests.yaml").write_text(json.dumps(document), encoding="utf-8")
         return _call(["test", "rules", "tests.yaml"], directory)
+
+
+def alert_text(rules: str, case: Case, interval_s: float, alert: str, at_s: float) -> str:
+    """Labels and annotations of `alert` as promtool prints them: what was got where nothing was expected."""
+    group = to_group(case, interval_s, ())
+    group |= {"promql_expr_test": [], "alert_rule_test": [{"eval_time": duration(at_s), "alertname": alert}]}
+    return _test(rules, [group], interval_s).output
 
 
 def check(rules: Path) -> Outcome:

@@ -39,20 +39,29 @@ def healthy(v: Values) -> list[Run]:
         Run("quiet-without-cluster", BEGIN, cluster=None),
         Run("one-recovery", [*BEGIN, (600, "fault"), (601, "redo"), (605, "progress")]),
         Run("one-recovery-scrapes-lost", [*BEGIN, (600, "fault"), (601, "redo"), (605, "progress")], lost=(0, 2400, 0)),
-        Run("one-recovery-by-a-new-pod", [*BEGIN, (600, "fault"), (620, "start"), (660, "redo"), (680, "progress")],
-            pods=(("old", 0, 605), ("new", 621, END))),
+        Run(
+            "one-recovery-by-a-new-pod",
+            [*BEGIN, (600, "fault"), (620, "start"), (660, "redo"), (680, "progress")],
+            pods=(("old", 0, 605), ("new", 621, END)),
+        ),
         Run("two-recoveries", [*BEGIN, (600, "fault"), (602, "progress"), (632, "fault"), (634, "progress")]),
         Run("eight-recoveries", [*BEGIN, *many]),
         Run("four-recoveries-with-redo", [*BEGIN, *half]),
         Run("one-retry-of-nonfinite", [*BEGIN, (600, "fault"), (601, "redo"), (900, "progress")], caps=("nonfinite",)),
-        Run("a-device-is-excluded", [*BEGIN, *[(600 + 30 * n, what) for n in range(4) for what in ("fault", "redo")],
-                                     (730, "progress")], caps=("device",)),
+        Run(
+            "a-device-is-excluded",
+            [*BEGIN, *[(600 + 30 * n, what) for n in range(4) for what in ("fault", "redo")], (730, "progress")],
+            caps=("device",),
+        ),
         Run("finished", [*BEGIN, (900, "finished")], pods=(("pod-0", 0, 970),)),
         Run("failed", [(60, "start"), (100, "failed")], pods=(("pod-0", 0, 230),)),
-        Run("preempted", [*BEGIN, (900, "draining"), (910, "preempted"), (1500, "start"), (1530, "train")],
-            pods=(("old", 0, 915), ("new", 1501, END))),
+        Run(
+            "preempted",
+            [*BEGIN, (900, "draining"), (910, "preempted"), (1500, "start"), (1530, "train")],
+            pods=(("old", 0, 915), ("new", 1501, END)),
+        ),
         Run("overlapping-pods", BEGIN, pods=(("old", 0, 1200), ("new", 900, END))),
-    ]  # fmt: skip
+    ]
 
 
 def crash_loops(v: Values) -> list[Run]:
@@ -77,23 +86,48 @@ def crash_loops(v: Values) -> list[Run]:
         Run("loop-pod-replaced", LOOP, whole, pods=(("old", 0, 900), ("new", 1080, END))),
         Run("two-attempts", two, {LOW: [low]}),
         Run("two-attempts-overlapping-pods", two, {LOW: [low]}, pods=(("old", 0, 970), ("new", 930, END))),
-        Run("attempts-far-apart", slow, {CRASH: [(1680, END)], LOW: [(1140 + v.budget_low_for_s, END)],
-                                         OVERDUE: [(1742, END)]}),
-        Run("loop-before-the-first-step", startup, {CRASH: [(900, END)], LOW: [(600 + v.budget_low_for_s, END)],
-                                                    OVERDUE: [(300 + overdue[0] - 600, END)]}, caps=("same_fingerprint",)),
+        Run(
+            "attempts-far-apart",
+            slow,
+            {CRASH: [(1680, END)], LOW: [(1140 + v.budget_low_for_s, END)], OVERDUE: [(1742, END)]},
+        ),
+        Run(
+            "loop-before-the-first-step",
+            startup,
+            {CRASH: [(900, END)], LOW: [(600 + v.budget_low_for_s, END)], OVERDUE: [(300 + overdue[0] - 600, END)]},
+            caps=("same_fingerprint",),
+        ),
         Run("loop-cured", [*LOOP, (1200, "progress")], until(1200)),
-        Run("loop-pod-replaced-then-cured", [*LOOP, (1210, "advance"), (1230, "progress")],
-            {CRASH: [(720, 1210)], LOW: [(low[0], 1230)]}, pods=(("old", 0, 900), ("new", 1080, END))),
-        Run("loop-new-steps-not-safe-yet", [*LOOP, (1200, "advance"), (1500, "progress")],
-            {CRASH: [(720, 1200)], LOW: [(low[0], 1500)]}),
-        Run("loop-overlapping-pods-cured", [*LOOP, (960, "progress")], until(960),
-            pods=(("old", 0, 955), ("new", 940, END))),
-        Run("loop-halted-resubmitted-with-budgets", [*again, (1300, "progress")],
+        Run(
+            "loop-pod-replaced-then-cured",
+            [*LOOP, (1210, "advance"), (1230, "progress")],
+            {CRASH: [(720, 1210)], LOW: [(low[0], 1230)]},
+            pods=(("old", 0, 900), ("new", 1080, END)),
+        ),
+        Run(
+            "loop-new-steps-not-safe-yet",
+            [*LOOP, (1200, "advance"), (1500, "progress")],
+            {CRASH: [(720, 1200)], LOW: [(low[0], 1500)]},
+        ),
+        Run(
+            "loop-overlapping-pods-cured",
+            [*LOOP, (960, "progress")],
+            until(960),
+            pods=(("old", 0, 955), ("new", 940, END)),
+        ),
+        Run(
+            "loop-halted-resubmitted-with-budgets",
+            [*again, (1300, "progress")],
             {CRASH: [(720, 1000)], HALT: [(721, 1000)], LOW: [(1000 + v.budget_low_for_s, 1300)]},
-            pods=(("old", 0, 850), ("new", 1000, END))),
-        Run("loop-halted-resumed-then-one-fault", reset, {CRASH: [(720, 961)], HALT: [(721, 961)]},
-            pods=(("old", 0, 850), ("new", 961, END))),
-    ]  # fmt: skip
+            pods=(("old", 0, 850), ("new", 1000, END)),
+        ),
+        Run(
+            "loop-halted-resumed-then-one-fault",
+            reset,
+            {CRASH: [(720, 961)], HALT: [(721, 961)]},
+            pods=(("old", 0, 850), ("new", 961, END)),
+        ),
+    ]
 
 
 def halts(v: Values) -> list[Run]:
@@ -105,13 +139,25 @@ def halts(v: Values) -> list[Run]:
         Run("halted", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),)),
         Run("halted-seen-once", halted, {HALT: [(601, END)]}, pods=(("old", 0, 665),)),
         Run("halted-scrapes-lost", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),), lost=(0, 2400, 0)),
-        Run("halted-resubmitted", [*halted, (1000, "start"), (1060, "train")], {HALT: [(601, 1000)]},
-            pods=(("old", 0, end), ("new", 1000, END))),
-        Run("halted-resubmitted-finished", [*halted, (1000, "start"), (1060, "train"), (1900, "finished")],
-            {HALT: [(601, 1000)]}, pods=pods),
-        Run("halted-twice", [*halted, (1000, "start"), (1060, "train"), (1800, "fault"), (1801, "halted")],
-            {HALT: [(601, 1000), (1801, END)]}, pods=pods),
-    ]  # fmt: skip
+        Run(
+            "halted-resubmitted",
+            [*halted, (1000, "start"), (1060, "train")],
+            {HALT: [(601, 1000)]},
+            pods=(("old", 0, end), ("new", 1000, END)),
+        ),
+        Run(
+            "halted-resubmitted-finished",
+            [*halted, (1000, "start"), (1060, "train"), (1900, "finished")],
+            {HALT: [(601, 1000)]},
+            pods=pods,
+        ),
+        Run(
+            "halted-twice",
+            [*halted, (1000, "start"), (1060, "train"), (1800, "fault"), (1801, "halted")],
+            {HALT: [(601, 1000), (1801, END)]},
+            pods=pods,
+        ),
+    ]
 
 
 def recoveries(v: Values) -> list[Run]:
@@ -126,9 +172,14 @@ def recoveries(v: Values) -> list[Run]:
         Run("not-overdue-yet", [*fault, (600 + limit - 10, "progress")]),
         Run("not-overdue-redoing", [*fault, (700, "redo"), (2300, "progress")]),
         Run("overdue-halted", [*fault, (1900, "halted")], {OVERDUE: [(600 + limit, 1900 + hold)], HALT: [(1900, END)]}),
-        Run("overdue-at-a-step-deadline-away", [*fault, (605, "redo"), (1800, "fault")], {OVERDUE: [(1860, END)]}, caps=()),
+        Run(
+            "overdue-at-a-step-deadline-away",
+            [*fault, (605, "redo"), (1800, "fault")],
+            {OVERDUE: [(1860, END)]},
+            caps=(),
+        ),
         Run("overdue-finished-anyway", [*fault, (1900, "finished")], {OVERDUE: [(600 + limit, 1900 + hold)]}),
-    ]  # fmt: skip
+    ]
 
 
 def stalls(v: Values) -> list[Run]:
@@ -142,13 +193,25 @@ def stalls(v: Values) -> list[Run]:
         Run("stalled-scrapes-lost", stop, {STALLED: [(600 + step, END)]}, lost=(600, 2400, 0)),
         Run("stalled-pod-replaced", stop, {STALLED: [(600 + step, END)]}, pods=(("old", 0, 900), ("new", 1020, END))),
         Run("stalled-goes-on", [*stop, (1500, "train")], {STALLED: [(600 + step, 1500 + v.hold_s)]}),
-        Run("stalled-detected-after-all", [*stop, (1500, "fault"), (1510, "progress")], {STALLED: [(600 + step, 1500 + v.hold_s)]}),
+        Run(
+            "stalled-detected-after-all",
+            [*stop, (1500, "fault"), (1510, "progress")],
+            {STALLED: [(600 + step, 1500 + v.hold_s)]},
+        ),
         Run("not-stalled-yet", [*stop, (600 + step - 5, "train")]),
-        Run("stalled-in-data", stop, {STALLED: [(601 + ratio * DEADLINES["data"], END)]},
-            levels={(entered, "data"): jump(601, 0, 601)}),
-        Run("evaluating", [*BEGIN, (600, "stop"), (600 + evaluate - 30, "train")], levels={(entered, "evaluate"): jump(601, 0, 601)}),
+        Run(
+            "stalled-in-data",
+            stop,
+            {STALLED: [(601 + ratio * DEADLINES["data"], END)]},
+            levels={(entered, "data"): jump(601, 0, 601)},
+        ),
+        Run(
+            "evaluating",
+            [*BEGIN, (600, "stop"), (600 + evaluate - 30, "train")],
+            levels={(entered, "evaluate"): jump(601, 0, 601)},
+        ),
         Run("stalled-and-finished", [*stop, (1500, "finished")], {STALLED: [(600 + step, 1500 + v.hold_s)]}),
-    ]  # fmt: skip
+    ]
 
 
 def rendezvous(v: Values) -> list[Run]:
@@ -159,20 +222,39 @@ def rendezvous(v: Values) -> list[Run]:
     overdue = (600 + v.recovery_overdue_ratio * RECOVERY_S, END)
     return [
         Run("rendezvous-stuck", forming, {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]}),
-        Run("rendezvous-stuck-scrapes-lost", forming, {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]},
-            lost=(600, 2400, 0)),
-        Run("rendezvous-fails-again-and-again", [*BEGIN, (600, "fault"), *fails],
-            {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]}),
-        Run("rendezvous-forms-at-last", [*forming, (1300, "restoring"), (1310, "progress")],
-            {RENDEZVOUS: [(600 + limit + wait, 1300)]}),
+        Run(
+            "rendezvous-stuck-scrapes-lost",
+            forming,
+            {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]},
+            lost=(600, 2400, 0),
+        ),
+        Run(
+            "rendezvous-fails-again-and-again",
+            [*BEGIN, (600, "fault"), *fails],
+            {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]},
+        ),
+        Run(
+            "rendezvous-forms-at-last",
+            [*forming, (1300, "restoring"), (1310, "progress")],
+            {RENDEZVOUS: [(600 + limit + wait, 1300)]},
+        ),
         Run("rendezvous-in-time", [*forming, (600 + limit + wait - 10, "restoring"), (800, "progress")]),
-        Run("rendezvous-after-a-long-start", [*BEGIN, (600, "fault"), (900, "rendezvous"), (915, "restoring"), (920, "progress")]),
-        Run("rendezvous-at-start-without-nodes", [(60, "start"), (300, "rendezvous")],
+        Run(
+            "rendezvous-after-a-long-start",
+            [*BEGIN, (600, "fault"), (900, "rendezvous"), (915, "restoring"), (920, "progress")],
+        ),
+        Run(
+            "rendezvous-at-start-without-nodes",
+            [(60, "start"), (300, "rendezvous")],
             {RENDEZVOUS: [(300 + limit + wait, END)], STARTUP: [(60 + v.startup_ratio * STARTUP_S, END)]},
-            levels={(catalog.RENDEZVOUS_NODES.name, "missing"): 1}),
-        Run("rendezvous-stuck-halted", [*forming, (1200, "halted")],
-            {RENDEZVOUS: [(600 + limit + wait, 1200)], HALT: [(1200, END)]}),
-    ]  # fmt: skip
+            levels={(catalog.RENDEZVOUS_NODES.name, "missing"): 1},
+        ),
+        Run(
+            "rendezvous-stuck-halted",
+            [*forming, (1200, "halted")],
+            {RENDEZVOUS: [(600 + limit + wait, 1200)], HALT: [(1200, END)]},
+        ),
+    ]
 
 
 def startups(v: Values) -> list[Run]:
@@ -183,10 +265,12 @@ def startups(v: Values) -> list[Run]:
         Run("startup-overdue-scrapes-lost", [(60, "start")], {STARTUP: [(60 + limit, END)]}, lost=(60, 2400, 0)),
         Run("startup-overdue-cured", [(60, "start"), (1800, "train")], {STARTUP: [(60 + limit, 1800 + hold)]}),
         Run("startup-in-time", [(60, "start"), (60 + limit - 5, "train")]),
-        Run("startup-after-a-resubmission", [*BEGIN, (400, "retrying"), (500, "start")], {STARTUP: [(500 + limit, END)]}),
+        Run(
+            "startup-after-a-resubmission", [*BEGIN, (400, "retrying"), (500, "start")], {STARTUP: [(500 + limit, END)]}
+        ),
         Run("startup-with-a-fault", [(60, "start"), (1500, "fault"), (2200, "progress")]),
         Run("startup-overdue-finished", [(60, "start"), (1800, "finished")], {STARTUP: [(60 + limit, 1800 + hold)]}),
-    ]  # fmt: skip
+    ]
 
 
 def breaches(v: Values) -> list[Run]:
@@ -203,19 +287,49 @@ def breaches(v: Values) -> list[Run]:
     return [
         Run("cap-breached", forming(most + 1, at), {BREACHED: [(600 + window, at + window + v.hold_s)]}, **quiet),
         Run("cap-just-kept", forming(most, at), **quiet),
-        Run("cap-breached-scrapes-lost", forming(most + 1, at), {BREACHED: [(600 + window, at + window + v.hold_s)]},
-            lost=(600, 2400, 0), **quiet),
-        Run("cap-breached-pod-replaced", forming(most + 1, at), {BREACHED: [(600 + window, at + window + v.hold_s)]},
-            pods=(("old", 0, at + 90), ("new", at + 70, END)), **quiet),
-        Run("often-formed-with-progress", [*BEGIN, *((600 + 20 * n, what) for n in range(40) for what in ("redo", "train"))], **quiet),
-        Run("launchers-past-the-cap", [*BEGIN, (600, "recovering"), *((at + 20 * n, "start") for n in range(starts + 1))],
-            {BREACHED: [(600 + window, at + window + v.hold_s)]}, **quiet),
-        Run("launchers-just-kept", [*BEGIN, (600, "recovering"), *((at + 20 * n, "start") for n in range(starts))], **quiet),
-        Run("cap-breached-then-new-steps", [*forming(most + 1, at), (600 + window + 150, "train")],
-            {BREACHED: [(600 + window, 600 + window + 150 + v.hold_s)]}, **quiet),
-        Run("cap-breached-then-halted", [*forming(most + 1, at), (600 + window + 150, "halted")],
-            {BREACHED: [(600 + window, 600 + window + 150 + v.hold_s)], HALT: [(600 + window + 150, END)]}, **quiet),
-    ]  # fmt: skip
+        Run(
+            "cap-breached-scrapes-lost",
+            forming(most + 1, at),
+            {BREACHED: [(600 + window, at + window + v.hold_s)]},
+            lost=(600, 2400, 0),
+            **quiet,
+        ),
+        Run(
+            "cap-breached-pod-replaced",
+            forming(most + 1, at),
+            {BREACHED: [(600 + window, at + window + v.hold_s)]},
+            pods=(("old", 0, at + 90), ("new", at + 70, END)),
+            **quiet,
+        ),
+        Run(
+            "often-formed-with-progress",
+            [*BEGIN, *((600 + 20 * n, what) for n in range(40) for what in ("redo", "train"))],
+            **quiet,
+        ),
+        Run(
+            "launchers-past-the-cap",
+            [*BEGIN, (600, "recovering"), *((at + 20 * n, "start") for n in range(starts + 1))],
+            {BREACHED: [(600 + window, at + window + v.hold_s)]},
+            **quiet,
+        ),
+        Run(
+            "launchers-just-kept",
+            [*BEGIN, (600, "recovering"), *((at + 20 * n, "start") for n in range(starts))],
+            **quiet,
+        ),
+        Run(
+            "cap-breached-then-new-steps",
+            [*forming(most + 1, at), (600 + window + 150, "train")],
+            {BREACHED: [(600 + window, 600 + window + 150 + v.hold_s)]},
+            **quiet,
+        ),
+        Run(
+            "cap-breached-then-halted",
+            [*forming(most + 1, at), (600 + window + 150, "halted")],
+            {BREACHED: [(600 + window, 600 + window + 150 + v.hold_s)], HALT: [(600 + window + 150, END)]},
+            **quiet,
+        ),
+    ]
 
 
 LIMITS_WINDOW, LIMITS_STARTUP = 5, 3
@@ -228,10 +342,17 @@ def missing(v: Values) -> list[Run]:
         Run("vanished", BEGIN, {MISSING: [(gone, END)]}, pods=(("old", 0, 900),)),
         Run("vanished-came-back", BEGIN, {MISSING: [(gone, 1500)]}, pods=(("old", 0, 900), ("new", 1500, END))),
         Run("vanished-shortly", BEGIN, pods=(("old", 0, 900), ("new", gone - 90, END))),
-        Run("exit-75-and-nobody-starts-it", [*BEGIN, (890, "retrying")], {MISSING: [(gone, END)]}, pods=(("old", 0, 900),)),
+        Run(
+            "exit-75-and-nobody-starts-it",
+            [*BEGIN, (890, "retrying")],
+            {MISSING: [(gone, END)]},
+            pods=(("old", 0, 900),),
+        ),
         Run("two-of-three-scrapes", BEGIN, lost=(300, 2400, 0)),
-        Run("vanished-while-training", [*BEGIN], {MISSING: [(gone, END)]}, pods=(("old", 0, 900),), namespace="research"),
-    ]  # fmt: skip
+        Run(
+            "vanished-while-training", [*BEGIN], {MISSING: [(gone, END)]}, pods=(("old", 0, 900),), namespace="research"
+        ),
+    ]
 
 
 def stuck_launchers(v: Values) -> list[Run]:
@@ -249,7 +370,7 @@ def stuck_launchers(v: Values) -> list[Run]:
         Run("launcher-clock-behind", BEGIN, levels=skewed),
         Run("launcher-slow", BEGIN, levels=slow),
         Run("launcher-lingers-finished", [*BEGIN, (905, "finished")], levels=frozen),
-    ]  # fmt: skip
+    ]
 
 
 def checkpoints(v: Values) -> list[Run]:
@@ -267,33 +388,79 @@ def checkpoints(v: Values) -> list[Run]:
     return [
         Run("stale", BEGIN, {STALE: [(stale, END)]}, levels=hold),
         Run("stale-scrapes-lost", BEGIN, {STALE: [(stale, END)]}, levels=hold, lost=(600, 2400, 0)),
-        Run("stale-pod-replaced", BEGIN, {STALE: [(stale, END)]}, levels=hold, pods=(("old", 0, 900), ("new", 1080, END))),
+        Run(
+            "stale-pod-replaced",
+            BEGIN,
+            {STALE: [(stale, END)]},
+            levels=hold,
+            pods=(("old", 0, 900), ("new", 1080, END)),
+        ),
         Run("stale-saved-at-last", BEGIN, {STALE: [(stale, 1710)]}, levels=back),
-        Run("stale-falls-back", BEGIN, {STALE: [(1500 + v.checkpoint_stale_for_s, END)]},
-            levels={captured: lambda now: 60.0 if now >= 1500 else max(60.0, now // 300 * 300)}),
-        Run("not-stale-a-save-is-late", BEGIN,
-            levels={captured: lambda now: 600.0 + (now >= 600 + limit) * (now - 1500) if now >= 600 else 60.0}),
+        Run(
+            "stale-falls-back",
+            BEGIN,
+            {STALE: [(1500 + v.checkpoint_stale_for_s, END)]},
+            levels={captured: lambda now: 60.0 if now >= 1500 else max(60.0, now // 300 * 300)},
+        ),
+        Run(
+            "not-stale-a-save-is-late",
+            BEGIN,
+            levels={captured: lambda now: 600.0 + (now >= 600 + limit) * (now - 1500) if now >= 600 else 60.0},
+        ),
         Run("not-stale-standing-still", [*BEGIN, (700, "fault"), (705, "redo")], levels=hold, caps=()),
         Run("not-stale-without-saves", BEGIN, levels={**hold, (catalog.CHECKPOINT_INTERVAL.name,): 0}),
         Run("not-stale-slow-storage", BEGIN, levels={**hold, (catalog.CHECKPOINT_WRITE_SECONDS.name,): 600}),
-        Run("saves-fail", BEGIN, {"NvrxCheckpointSaveFailing": [(600, short - 100)]},
-            levels={failed: lambda now: 0 if now < 500 else 1 if now < 600 else 2}),
-        Run("saves-fail-from-the-first-scrape", [(600, "start"), (601, "train")],
-            {"NvrxCheckpointSaveFailing": [(615, 600 + v.save_failing_window_s)]}, levels={failed: 2},
-            pods=(("new", 601, END),)),
+        Run(
+            "saves-fail",
+            BEGIN,
+            {"NvrxCheckpointSaveFailing": [(600, short - 100)]},
+            levels={failed: lambda now: 0 if now < 500 else 1 if now < 600 else 2},
+        ),
+        Run(
+            "saves-fail-from-the-first-scrape",
+            [(600, "start"), (601, "train")],
+            {"NvrxCheckpointSaveFailing": [(615, 600 + v.save_failing_window_s)]},
+            levels={failed: 2},
+            pods=(("new", 601, END),),
+        ),
         Run("one-save-failed", BEGIN, levels={failed: jump(600, 0, 1)}),
-        Run("saves-failed-long-ago", BEGIN, levels={failed: 7}, fires={"NvrxCheckpointSaveFailing": [(60, v.save_failing_window_s)]}),
+        Run(
+            "saves-failed-long-ago",
+            BEGIN,
+            levels={failed: 7},
+            fires={"NvrxCheckpointSaveFailing": [(60, v.save_failing_window_s)]},
+        ),
         Run("rejected", BEGIN, {"NvrxCheckpointRejected": [(600, event)]}, levels={rejected: jump(600, 0, 1)}),
-        Run("rejected-scrapes-lost", BEGIN, {"NvrxCheckpointRejected": [(600, event)]}, levels={rejected: jump(600, 0, 1)},
-            lost=(580, 2400, 0)),
-        Run("rejected-pod-replaced", BEGIN, {"NvrxCheckpointRejected": [(640, event)]}, levels={rejected: jump(600, 0, 1)},
-            pods=(("old", 0, 590), ("new", 640, END))),
-        Run("saturated", BEGIN, {"NvrxCheckpointSaturated": [(600 + v.saturation_for_s, 1800)]}, levels={rho: jump(600, 0.9, 1.1, 1800)}),
-        Run("saturated-scrapes-lost", BEGIN, {"NvrxCheckpointSaturated": [(600 + v.saturation_for_s, 1800)]},
-            levels={rho: jump(600, 0.9, 1.1, 1800)}, lost=(600, 2400, 0)),
+        Run(
+            "rejected-scrapes-lost",
+            BEGIN,
+            {"NvrxCheckpointRejected": [(600, event)]},
+            levels={rejected: jump(600, 0, 1)},
+            lost=(580, 2400, 0),
+        ),
+        Run(
+            "rejected-pod-replaced",
+            BEGIN,
+            {"NvrxCheckpointRejected": [(640, event)]},
+            levels={rejected: jump(600, 0, 1)},
+            pods=(("old", 0, 590), ("new", 640, END)),
+        ),
+        Run(
+            "saturated",
+            BEGIN,
+            {"NvrxCheckpointSaturated": [(600 + v.saturation_for_s, 1800)]},
+            levels={rho: jump(600, 0.9, 1.1, 1800)},
+        ),
+        Run(
+            "saturated-scrapes-lost",
+            BEGIN,
+            {"NvrxCheckpointSaturated": [(600 + v.saturation_for_s, 1800)]},
+            levels={rho: jump(600, 0.9, 1.1, 1800)},
+            lost=(600, 2400, 0),
+        ),
         Run("nearly-saturated", BEGIN, levels={rho: 0.99}),
         Run("saturated-once", BEGIN, levels={rho: jump(600, 0.9, 1.1, 600 + v.saturation_for_s - 60)}),
-    ]  # fmt: skip
+    ]
 
 
 def steps(v: Values) -> list[Run]:
@@ -303,18 +470,40 @@ def steps(v: Values) -> list[Run]:
     slow, regressed = 600 + v.slow_rank_for_s, 600 + v.step_time_for_s
     hidden = {(catalog.RANK_LATENESS.name, rank): lambda now: None for rank in "0123"}
     return [
-        Run("slow-rank", BEGIN, {"NvrxSlowRank": [(slow, 1500 + v.hold_s)]}, levels={late: jump(600, 0.01, 0.25, 1500)}),
-        Run("slow-rank-scrapes-lost", BEGIN, {"NvrxSlowRank": [(slow, END)]}, levels={late: jump(600, 0.01, 0.25)}, lost=(600, 2400, 0)),
-        Run("slow-rank-summary", BEGIN, {"NvrxSlowRank": [(slow, END)]}, levels={**hidden, summary: jump(600, 0.01, 0.25)}),
+        Run(
+            "slow-rank", BEGIN, {"NvrxSlowRank": [(slow, 1500 + v.hold_s)]}, levels={late: jump(600, 0.01, 0.25, 1500)}
+        ),
+        Run(
+            "slow-rank-scrapes-lost",
+            BEGIN,
+            {"NvrxSlowRank": [(slow, END)]},
+            levels={late: jump(600, 0.01, 0.25)},
+            lost=(600, 2400, 0),
+        ),
+        Run(
+            "slow-rank-summary",
+            BEGIN,
+            {"NvrxSlowRank": [(slow, END)]},
+            levels={**hidden, summary: jump(600, 0.01, 0.25)},
+        ),
         Run("rank-a-little-late", BEGIN, levels={late: 0.19}),
         Run("rank-late-for-a-moment", BEGIN, levels={late: jump(600, 0.01, 0.5, slow - 60)}),
         Run("all-steps-slow-together", BEGIN, levels={step: 100, late: 0.5, (catalog.STEP_REFERENCE.name,): 0}),
-        Run("steps-regressed", BEGIN, {"NvrxStepTimeRegressed": [(regressed, 1500 + v.hold_s)]}, levels={step: jump(600, 1, 1.35, 1500)}),
+        Run(
+            "steps-regressed",
+            BEGIN,
+            {"NvrxStepTimeRegressed": [(regressed, 1500 + v.hold_s)]},
+            levels={step: jump(600, 1, 1.35, 1500)},
+        ),
         Run("steps-vary", BEGIN, levels={step: 1.25}),
         Run("steps-regressed-for-a-moment", BEGIN, levels={step: jump(600, 1, 1.35, regressed - 60)}),
-        Run("steps-slow-in-a-smaller-world", BEGIN, {"NvrxWorldShrunk": [(600 + v.world_shrunk_for_s, END)]},
-            levels={step: jump(600, 1, 1.35), (catalog.WORLD_SIZE.name,): jump(600, 4, 3)}),
-    ]  # fmt: skip
+        Run(
+            "steps-slow-in-a-smaller-world",
+            BEGIN,
+            {"NvrxWorldShrunk": [(600 + v.world_shrunk_for_s, END)]},
+            levels={step: jump(600, 1, 1.35), (catalog.WORLD_SIZE.name,): jump(600, 4, 3)},
+        ),
+    ]
 
 
 def tickets(v: Values) -> list[Run]:
@@ -329,27 +518,66 @@ def tickets(v: Values) -> list[Run]:
     return [
         Run("flapping", [*BEGIN, *flaps], flapping),
         Run("flapping-scrapes-lost", [*BEGIN, *flaps], flapping, lost=(600, 2400, 0)),
-        Run("flapping-pod-replaced", [*BEGIN, *flaps], {"NvrxFlapping": [(640, 722 + v.flapping_window_s)]},
-            pods=(("old", 0, 595), ("new", 640, END))),
+        Run(
+            "flapping-pod-replaced",
+            [*BEGIN, *flaps],
+            {"NvrxFlapping": [(640, 722 + v.flapping_window_s)]},
+            pods=(("old", 0, 595), ("new", 640, END)),
+        ),
         Run("flapping-finished", [*BEGIN, *flaps, (900, "finished")], {"NvrxFlapping": [(602, 900)]}),
         Run("degraded", BEGIN, {"NvrxRecoveredDegraded": [(600, event)]}, levels={degraded: jump(600, 0, 1)}),
         Run("degraded-again", BEGIN, {"NvrxRecoveredDegraded": [(60, v.event_window_s)]}, levels={degraded: 3}),
-        Run("budget-refilled-in-time", [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"),
-                                        (660 + v.budget_low_for_s - 30, "progress")]),
-        Run("budget-low-then-refilled", [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"), (1200, "progress")],
-            {LOW: [(660 + v.budget_low_for_s, 1200)]}),
-        Run("unknown-progress", BEGIN, {"NvrxUnknownProgress": [(600, 1200 + v.hold_s)]}, levels={used: jump(600, 0, 1, 1200)}),
+        Run(
+            "budget-refilled-in-time",
+            [
+                *BEGIN,
+                (600, "fault"),
+                (602, "redo"),
+                (660, "fault"),
+                (662, "redo"),
+                (660 + v.budget_low_for_s - 30, "progress"),
+            ],
+        ),
+        Run(
+            "budget-low-then-refilled",
+            [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"), (1200, "progress")],
+            {LOW: [(660 + v.budget_low_for_s, 1200)]},
+        ),
+        Run(
+            "unknown-progress",
+            BEGIN,
+            {"NvrxUnknownProgress": [(600, 1200 + v.hold_s)]},
+            levels={used: jump(600, 0, 1, 1200)},
+        ),
         Run("world-shrunk", BEGIN, {"NvrxWorldShrunk": [(shrunk, 1500)]}, levels={world: jump(600, 4, 3, 1500)}),
-        Run("world-shrunk-scrapes-lost", BEGIN, {"NvrxWorldShrunk": [(shrunk, END)]}, levels={world: jump(600, 4, 3)}, lost=(600, 2400, 0)),
+        Run(
+            "world-shrunk-scrapes-lost",
+            BEGIN,
+            {"NvrxWorldShrunk": [(shrunk, END)]},
+            levels={world: jump(600, 4, 3)},
+            lost=(600, 2400, 0),
+        ),
         Run("world-shrunk-shortly", BEGIN, levels={world: jump(600, 4, 3, shrunk - 60)}),
         Run("world-not-formed-yet", BEGIN, levels={world: 0}),
-        Run("world-shrunk-finished", [*BEGIN, (1500, "finished")], {"NvrxWorldShrunk": [(shrunk, 1500)]}, levels={world: jump(600, 4, 3)}),
-        Run("standby-missing", BEGIN, {"NvrxStandbyMissing": [(unready, 1500)]}, levels={standby: jump(600, 1, 0, 1500)}),
+        Run(
+            "world-shrunk-finished",
+            [*BEGIN, (1500, "finished")],
+            {"NvrxWorldShrunk": [(shrunk, 1500)]},
+            levels={world: jump(600, 4, 3)},
+        ),
+        Run(
+            "standby-missing", BEGIN, {"NvrxStandbyMissing": [(unready, 1500)]}, levels={standby: jump(600, 1, 0, 1500)}
+        ),
         Run("standby-replaced", BEGIN, levels={standby: jump(600, 1, 0, unready - 60)}),
         Run("no-standby-wanted", BEGIN, levels={standby: 0, (catalog.STANDBYS_CONFIGURED.name,): 0}),
-        Run("fresh-start-lost-progress", BEGIN, {"NvrxSilentFreshStart": [(600, event)]}, levels={fresh: jump(600, 0, 1)}),
+        Run(
+            "fresh-start-lost-progress",
+            BEGIN,
+            {"NvrxSilentFreshStart": [(600, event)]},
+            levels={fresh: jump(600, 0, 1)},
+        ),
         Run("fresh-start-of-a-new-run", BEGIN, levels={(catalog.FRESH_STARTS.name, "none"): jump(600, 1, 2)}),
-    ]  # fmt: skip
+    ]
 
 
 def nodes(v: Values) -> list[Run]:
@@ -361,20 +589,43 @@ def nodes(v: Values) -> list[Run]:
     device = {"NvrxRepeatedDeviceFault": [(900, END)]}
     count = {faults: lambda now: sum(now >= at for at in (600, 750, 900))}
     return [
-        Run("memory-pressure", BEGIN, {"NvrxHostMemoryPressure": [(pressed, 1500)]}, levels={used: jump(600, 60e9, tight, 1500)}),
-        Run("memory-pressure-scrapes-lost", BEGIN, {"NvrxHostMemoryPressure": [(pressed, END)]},
-            levels={used: jump(600, 60e9, tight)}, lost=(600, 2400, 0)),
+        Run(
+            "memory-pressure",
+            BEGIN,
+            {"NvrxHostMemoryPressure": [(pressed, 1500)]},
+            levels={used: jump(600, 60e9, tight, 1500)},
+        ),
+        Run(
+            "memory-pressure-scrapes-lost",
+            BEGIN,
+            {"NvrxHostMemoryPressure": [(pressed, END)]},
+            levels={used: jump(600, 60e9, tight)},
+            lost=(600, 2400, 0),
+        ),
         Run("memory-mostly-slots", BEGIN, levels={used: (v.memory_ratio - 0.02) * 60e9 + 40e9}),
         Run("memory-peak", BEGIN, levels={used: jump(600, 60e9, tight, pressed - 60)}),
-        Run("storage-full", BEGIN, {"NvrxStorageNearFull": [(full, 1500)]}, levels={free: jump(600, 5e11, 0.95e11, 1500)}),
-        Run("storage-small", BEGIN, {"NvrxStorageNearFull": [(full, END)]},
-            levels={free: jump(600, 5e11, 4e11), (catalog.CHECKPOINT_SIZE.name,): 1.5e11}),
+        Run(
+            "storage-full",
+            BEGIN,
+            {"NvrxStorageNearFull": [(full, 1500)]},
+            levels={free: jump(600, 5e11, 0.95e11, 1500)},
+        ),
+        Run(
+            "storage-small",
+            BEGIN,
+            {"NvrxStorageNearFull": [(full, END)]},
+            levels={free: jump(600, 5e11, 4e11), (catalog.CHECKPOINT_SIZE.name,): 1.5e11},
+        ),
         Run("storage-enough", BEGIN, levels={free: 1.05e11, (catalog.CHECKPOINT_SIZE.name,): 0.33e11}),
         Run("storage-not-read", BEGIN, levels={(catalog.STORAGE.name, "size"): 0, free: 0}),
         Run("one-node-fails", BEGIN, device, levels=count),
         Run("one-node-fails-pod-replaced", BEGIN, device, levels=count, pods=(("old", 0, 760), ("new", 700, END))),
-        Run("faults-on-two-nodes", BEGIN, levels={faults: jump(600, 0, 2), (catalog.NODE_FAULTS.name, "node-1"): jump(600, 0, 1)}),
-    ]  # fmt: skip
+        Run(
+            "faults-on-two-nodes",
+            BEGIN,
+            levels={faults: jump(600, 0, 2), (catalog.NODE_FAULTS.name, "node-1"): jump(600, 0, 1)},
+        ),
+    ]
 
 
 def monitoring(v: Values) -> list[Run]:
@@ -388,10 +639,18 @@ def monitoring(v: Values) -> list[Run]:
         Run("telemetry-drops", BEGIN, {"NvrxTelemetryDropping": [(600, lasting)]}, levels={dropped: jump(600, 0, 5)}),
         Run("telemetry-errs", BEGIN, {"NvrxTelemetryDropping": [(600, lasting)]}, levels={errors: jump(600, 0, 1)}),
         Run("telemetry-count-starts-anew", BEGIN, levels={dropped: lambda now: None if now < 60 else 0}),
-        Run("clock-set-back", BEGIN, {"NvrxClockSkew": [(600, 1200 + v.hold_s)]}, levels={skew: jump(600, 0, -31, 1200)}),
+        Run(
+            "clock-set-back", BEGIN, {"NvrxClockSkew": [(600, 1200 + v.hold_s)]}, levels={skew: jump(600, 0, -31, 1200)}
+        ),
         Run("clock-ahead", BEGIN, {"NvrxClockSkew": [(600, END)]}, levels={loop: lambda now: now + 40 * (now >= 600)}),
         Run("clock-nearly-right", BEGIN, levels={skew: 29, loop: lambda now: now + 29}),
         Run("catalog-differs", BEGIN, {"NvrxCatalogMismatch": [(v.sample_memory_s, END)]}, levels=other),
-        Run("catalog-upgraded", BEGIN, levels={
-            (build, "0" * 8): lambda now: 1 if now < 300 else None, (build, catalog.VERSION): lambda now: None if now < 300 else 1}),
-    ]  # fmt: skip
+        Run(
+            "catalog-upgraded",
+            BEGIN,
+            levels={
+                (build, "0" * 8): lambda now: 1 if now < 300 else None,
+                (build, catalog.VERSION): lambda now: None if now < 300 else 1,
+            },
+        ),
+    ]
