@@ -26,7 +26,7 @@ NAMES = [rule.name for rule in alert_rules(VALUES)]
         ("rate((sum(nvrx_steps_total))[5m:1m])", "not a raw series"),
         ('nvrx_loss{rank="0"}', "no label 'rank'"),
         ('nvrx_steps_total{kind="old"}', "never 'old'"),
-        ('nvrx_budget_used{cap=~"window|lifetime"}', "never 'lifetime'"),
+        ('nvrx_budget_used{cap=~"window|patience"}', "never 'patience'"),
         ("sum by (kind) (nvrx_loss)", "has the label 'kind'"),
         ("nvrx_loss + on (rank) nvrx_loss", "has the label 'rank'"),
         ("nvrx_outage_seconds", "not in the catalog"),
