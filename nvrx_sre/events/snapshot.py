@@ -57,7 +57,7 @@ def take(folds: Mapping[str, Snapshotted]) -> dict[str, Any]:
 
 
 def keep_stored(value: Any) -> None:
-    """`value`, a dataclass that a fold names in `STORED`, never changes again: it is encoded now and not at each `take`.
+    """`value`, a dataclass of a fold, never changes again: it is encoded now and not at each `take`.
 
     What a fold keeps of the past costs its owner nothing when a snapshot is taken.
     """

@@ -25,7 +25,15 @@ from nvrx_sre.launcher.restorable import Restorables
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.store import StoreHost
 from nvrx_sre.policy.classify import SPAWN_FAILED_EXIT
+from nvrx_sre.telemetry.context import TRACEPARENT_VARIABLE
 
+FOREIGN_VARIABLES = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        *("TRACEPARENT", "TRACESTATE"),
+    }
+)
+"""What another launcher, or a tracer around this one, meant for this process and not for its children."""
 GROUP_TIMEOUT_S = 600.0
 """The group's own timeout; recovery does not wait for it, it only bounds a run without a launcher."""
 
@@ -46,8 +54,10 @@ class Effects:
         self.num_unsent = 0
         self.passes: dict[str, int] = {}
         self._is_record_stale = False
-        self.await_decision: Callable[[], object] = lambda: None
-        """Waits, bounded, until the decision that led to a generation is on disk."""
+        self.await_decision: Callable[[int], object] = lambda _: None
+        """Waits, bounded, until the decision that led to a generation is on disk; says so if it is not."""
+        self.traceparent: Callable[[], str] = lambda: ""
+        """Span that spans of the children belong under, in W3C form; '' if there is none."""
         self._config = config
         self._directory = directory
         self._clock = clock
@@ -69,7 +79,7 @@ class Effects:
             c.Kill: self._kill,
             c.SetHotInterval: self._set_hot_interval,
             c.GrantSlots: self._grant,
-            c.DropSlots: lambda command: self.slots.drop(),
+            c.DropSlots: lambda command: self.slots.drop(command.num_ranks),
             c.PublishSealed: lambda command: self.slots.publish(command.step),
             c.StrandSlots: lambda command: self.slots.strand(command.generation, command.step),
             c.StartSave: self._start_save,
@@ -149,8 +159,12 @@ class Effects:
             fault_specs=self._config.fault_specs,
             group_timeout_s=GROUP_TIMEOUT_S,
         )
-        ranks = {} if command.rank is None else rank_environment(command.rank, self._config.nproc)
-        return child_environment(self._config.nproc) | ranks | settings.to_environment()
+        ranks = {}
+        if command.rank is not None:
+            ranks = rank_environment(command.rank, command.local_rank, command.world_size)
+        traceparent = self.traceparent()
+        trace = {TRACEPARENT_VARIABLE: traceparent} if traceparent else {}
+        return child_environment(self._config.nproc) | ranks | settings.to_environment() | trace
 
     def rank_of(self, number: int) -> int | None:
         """Rank that a child holds, None if it has none."""
@@ -185,7 +199,7 @@ class Effects:
         slots = self.slots.get(command.rank)
         message = wire.Assign(
             rank=command.rank,
-            local_rank=command.rank,
+            local_rank=command.local_rank,
             world_size=command.world_size,
             generation=command.generation,
             slot_data_bytes=slots.data_bytes if slots else 0,
@@ -196,7 +210,7 @@ class Effects:
     def _open_generation(self, command: c.OpenGeneration) -> None:
         self._directory.check_leads(self._epoch)
         self._generation = command.generation
-        self.await_decision()
+        self.await_decision(command.generation)
         try:
             candidates = self.restorables.find(
                 command.world_size,
@@ -331,11 +345,11 @@ def parent_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def rank_environment(rank: int, world_size: int) -> dict[str, str]:
+def rank_environment(rank: int, local_rank: int, world_size: int) -> dict[str, str]:
     """What a script under torchrun reads of its rank; a worker keeps its rank, a standby has none yet."""
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
@@ -343,9 +357,8 @@ def rank_environment(rank: int, world_size: int) -> dict[str, str]:
 
 
 def child_environment(nproc: int) -> dict[str, str]:
-    """Environment of every child: ours, without another launcher's rank variables, threads shared out."""
-    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in parent_environment().items() if key not in dropped}
+    """Environment of every child: ours, without what is not meant for it, threads shared out."""
+    environment = {key: value for key, value in parent_environment().items() if key not in FOREIGN_VARIABLES}
     if nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun does the same: ranks share the cores
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -19,7 +19,15 @@ from typing import Any
 
 from nvrx_sre.core.clock import Clock, seconds, to_ns
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Event, HaltReason, Record, RestartDecided, Role, TelemetryDegraded
+from nvrx_sre.events.schema import (
+    DecisionUnrecorded,
+    Event,
+    HaltReason,
+    Record,
+    RestartDecided,
+    Role,
+    TelemetryDegraded,
+)
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.effects import Effects
@@ -98,18 +106,24 @@ class Recorder:
             self._decision_is_new |= isinstance(item, RestartDecided)
             pending.extend(self._telemetry.record(record))
 
-    def await_decision(self) -> None:
+    def traceparent(self) -> str:
+        """Span that the children's own belong under, '' while there is none."""
+        return self._telemetry.traceparent
+
+    def await_decision(self, generation: int) -> None:
         """Wait until the newest restart decision is on disk, so that no lost launcher refills a budget.
 
-        Bounded; a journal that fails is counted and noted by telemetry, and the restart goes on.
+        Bounded: if the disk does not take it in time, that is recorded, and counted against a cap, and the restart
+        goes on.
         """
         if self._decision_is_new:
             self._decision_is_new = False
-            self.sync()
+            if not self.sync():
+                self.emit(DecisionUnrecorded(waited_s=DECISION_SYNC_S), generation)
 
-    def sync(self) -> None:
-        """Wait, bounded, until what was recorded is on disk."""
-        self._telemetry.sync(DECISION_SYNC_S)
+    def sync(self) -> bool:
+        """Wait, bounded, until what was recorded is on disk; False if it is not."""
+        return self._telemetry.sync(DECISION_SYNC_S)
 
     def note_channel(self, num_unsent: int, num_bad: int) -> None:
         """Messages to children that found no room, and packets of theirs that were none."""
@@ -160,6 +174,7 @@ class Shell:
         self.effects = Effects(config, directory, clock, epoch, recorder.emit, self._inputs.append)
         self.effects.passes = recorder.folds.past.passes
         self.effects.await_decision = recorder.await_decision
+        self.effects.traceparent = recorder.traceparent
         self._selector.register(self._signals, selectors.EVENT_READ, None)
 
     def run(self) -> c.Stop:
@@ -294,9 +309,7 @@ class Shell:
     def _note_arrival(self, child: Child, message: wire.Step) -> None:
         rank = self.effects.rank_of(child.number)
         if rank is not None and message.arrived_ns:
-            self._lateness.report(
-                message.generation, self._config.nproc, rank, message.step, message.arrived_ns
-            )
+            self._lateness.report(message.generation, self._machine.world_size, rank, message.step, message.arrived_ns)
 
     def _note_injection(self, child: Child, message: wire.Injected) -> None:
         """A planned `oom_kill` cannot make the kernel strike: its announcement stands for the kernel's counter."""

@@ -69,8 +69,10 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
     ambient.bind(run=process.settings.run, rank=assign.rank)
 
     def body_for(go: wire.Go) -> GenerationBody:
-        ambient.set_generation(go.generation)
-        set_rank_variables(assign.rank, assign.local_rank, go.world_size)
+        nonlocal assign
+        assign = _newest_assign(process, assign)
+        traceparent = ambient.set_generation(go.generation)
+        set_rank_variables(assign.rank, assign.local_rank, go.world_size, traceparent)
         context = Context(process, assign, go, restarter)
         return GenerationBody(
             function=lambda: context.run(function), result=lambda: context.result, discard=context.discard
@@ -92,6 +94,14 @@ def _park(process: RankProcess, read: str) -> wire.Assign:
         )
     )
     assign, descriptor = process.control.wait_assigned()
-    if descriptor is not None:
-        process.map_slots(descriptor, assign.slot_data_bytes, assign.slot_blob_bytes)
+    process.take_slots(descriptor, assign.slot_data_bytes, assign.slot_blob_bytes)
     return assign
+
+
+def _newest_assign(process: RankProcess, assign: wire.Assign) -> wire.Assign:
+    """`assign`, or the one that came since: another world, in which this process is another rank without slots yet."""
+    newest, descriptor = process.control.wait_assigned()
+    if newest is not assign:
+        process.take_slots(descriptor, newest.slot_data_bytes, newest.slot_blob_bytes)
+        ambient.bind(run=process.settings.run, rank=newest.rank)
+    return newest

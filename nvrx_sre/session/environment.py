@@ -6,6 +6,7 @@ import os
 from collections.abc import MutableMapping
 
 from nvrx_sre.events.settings import ChildSettings
+from nvrx_sre.telemetry.context import TRACEPARENT_VARIABLE
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -15,14 +16,15 @@ def read_settings() -> ChildSettings | None:
     return ChildSettings.from_environment(os.environ)
 
 
-def set_rank_variables(rank: int, local_rank: int, world_size: int) -> None:
-    """Give user code the variables it knows from torchrun, once the rank is known."""
+def set_rank_variables(rank: int, local_rank: int, world_size: int, traceparent: str) -> None:
+    """Give user code the variables it knows from torchrun, once the rank is known, and its generation's span."""
     environment: MutableMapping[str, str] = os.environ
     environment["RANK"] = str(rank)
     environment["LOCAL_RANK"] = str(local_rank)
     environment["WORLD_SIZE"] = str(world_size)
     environment["LOCAL_WORLD_SIZE"] = str(world_size)
     environment["GROUP_RANK"] = "0"
+    environment[TRACEPARENT_VARIABLE] = traceparent
 
 
 class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # os._Environ has no public name

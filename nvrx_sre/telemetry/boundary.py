@@ -35,7 +35,8 @@ class Boundary:
         self._lock = threading.Lock()
         self._dropped = dict.fromkeys(Component, 0)
         self._errors = dict.fromkeys(Component, 0)
-        self._noted_ns: dict[Component, int] = {}
+        self._noted_ns: dict[tuple[Component, bool], int] = {}
+        self._failing: set[Component] = set()
 
     def call(self, component: Component, function: Callable[..., _Result], *arguments: object) -> _Result | None:
         """`function(*arguments)`, or None if it raised an `Exception` (counted for `component`)."""
@@ -45,17 +46,36 @@ class Boundary:
             self.failed(component, f"{type(error).__name__}: {error}")
             return None
 
+    def handle(self, component: Component, function: Callable[[Sequence[_Item]], None], batch: Sequence[_Item]) -> None:
+        """`function(batch)`; if it raises, the batch is dropped and counted. Notes when a part works again."""
+        try:
+            function(batch)
+        except Exception as error:  # noqa: BLE001  # the boundary of telemetry: nothing passes it
+            self.dropped(component, len(batch))
+            self.failed(component, f"{type(error).__name__}: {error}")
+            with self._lock:
+                self._failing.add(component)
+        else:
+            if component in self._failing:
+                with self._lock:
+                    self._failing.discard(component)
+                self._note_rarely(component, "works again", is_failure=False)
+
     def failed(self, component: Component, message: str) -> None:
         """Count one failure of `component`; note it unless that was done within the last minute."""
-        now_ns = self._clock.monotonic_ns()
         with self._lock:
             self._errors[component] += 1
-            last_ns = self._noted_ns.get(component)
+        self._note_rarely(component, f"failed, training goes on: {message}", is_failure=True)
+
+    def _note_rarely(self, component: Component, text: str, *, is_failure: bool) -> None:
+        now_ns = self._clock.monotonic_ns()
+        with self._lock:
+            last_ns = self._noted_ns.get((component, is_failure))
             if self._note is None or (last_ns is not None and now_ns - last_ns < to_ns(NOTE_INTERVAL_S)):
                 return
-            self._noted_ns[component] = now_ns
-            count = self._errors[component]
-        self._note(f"telemetry: {component} failed ({count} so far), training goes on: {message}")
+            self._noted_ns[component, is_failure] = now_ns
+            counts = f"{self._errors[component]} failures and {self._dropped[component]} drops so far"
+        self._note(f"telemetry: {component} {text} ({counts})")
 
     def dropped(self, component: Component, count: int = 1) -> None:
         """Count items of `component` that were dropped."""
@@ -113,6 +133,17 @@ class SinkThread(Generic[_Item]):
                 self._thread.start()
             self._changed.notify_all()
 
+    @property
+    def is_idle(self) -> bool:
+        """Everything submitted so far was handled."""
+        return self._num_taken == self._num_queued
+
+    def hurry(self) -> None:
+        """Work on what was submitted so far without gathering more. Does not wait."""
+        with self._changed:
+            self._num_wanted = self._num_queued
+            self._changed.notify_all()
+
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything submitted so far was handled; False if that took longer than `timeout_s`."""
         with self._changed:
@@ -122,7 +153,7 @@ class SinkThread(Generic[_Item]):
 
     def close(self, timeout_s: float) -> bool:
         """Flush and end the thread; what is left after `timeout_s` is dropped and counted."""
-        done = self.flush(timeout_s)
+        done = self.flush(max(0.0, timeout_s))
         with self._changed:
             self._closing = True
             if self._queue:
@@ -145,7 +176,7 @@ class SinkThread(Generic[_Item]):
                     return
                 batch = list(self._queue)
                 self._queue.clear()
-            self._boundary.call(self._component, self._handle, batch)
+            self._boundary.handle(self._component, self._handle, batch)
             with self._changed:
                 self._num_taken += len(batch)
                 self._changed.notify_all()

@@ -1,16 +1,41 @@
-"""What a rank's log lines are stamped with: run, generation, rank, step, and the incident's trace.
+"""What a rank's log lines are stamped with: run, generation, rank, step and trace; and which ids a run's spans have.
 
 One ambient set of values a process (a rank is a process), readable from every thread. Setting the step is
-one dictionary write, cheap enough for each step. Loads structlog only when a processor list is asked for
-by the caller that has it; never torch. Thread safety: single writes of single keys.
+one dictionary write, cheap enough for each step. Ids of spans are hashes of what a span stands for, so a rank knows
+the span of its generation, which only the launcher writes, without asking for it. Standard library only. Thread
+safety: single writes of single keys.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import MutableMapping
 from typing import Any
 
+TRACEPARENT_VARIABLE = "TRACEPARENT"
+"""Where OpenTelemetry's tools look for the span that theirs belong under (W3C trace context)."""
+
 _ambient: dict[str, Any] = {}
+
+
+def hash_id(num_digits: int, *parts: object) -> str:
+    """Deterministic id of `num_digits` hex digits: 16 for a span, 32 for a trace."""
+    return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:num_digits]
+
+
+def run_trace_id(run: str) -> str:
+    """Trace of the run: its generations and saves. Every incident has one of its own."""
+    return hash_id(32, run, "run")
+
+
+def generation_span_id(run: str, generation: int) -> str:
+    """Span of one formation of the group, in the run's trace."""
+    return hash_id(16, run, "generation", generation)
+
+
+def traceparent(trace_id: str, span_id: str) -> str:
+    """W3C form of a sampled span, for `TRACEPARENT` and HTTP headers."""
+    return f"00-{trace_id}-{span_id}-01"
 
 
 def bind(*, run: str, rank: int | None) -> None:
@@ -19,20 +44,17 @@ def bind(*, run: str, rank: int | None) -> None:
     _ambient["rank"] = rank
 
 
-def set_generation(generation: int) -> None:
-    """The generation that this process takes part in."""
-    _ambient["generation"] = generation
+def set_generation(generation: int) -> str:
+    """The generation that this process, named by `bind`, takes part in: lines belong to its span. Its `traceparent`."""
+    run = _ambient["run"]
+    trace_id, span_id = run_trace_id(run), generation_span_id(run, generation)
+    _ambient.update(generation=generation, trace_id=trace_id, span_id=span_id)
+    return traceparent(trace_id, span_id)
 
 
 def set_step(step: int) -> None:
     """Committed steps so far."""
     _ambient["step"] = step
-
-
-def set_trace(trace_id: str | None, span_id: str | None = None) -> None:
-    """Trace that lines belong to (hex ids), or None for none."""
-    _ambient["trace_id"] = trace_id
-    _ambient["span_id"] = span_id
 
 
 def current() -> dict[str, Any]:

@@ -8,6 +8,9 @@ Up before the first worker and through every restart. `/metrics` answers 503 unt
 TLS and basic authentication are optional (`EndpointSecurity`). Control has no place here: the brake has a listener
 of its own.
 
+However many scrape at a time, one rendering is under way and serves all who asked before it began: a storm of
+scrapers takes no more of the interpreter from the launcher's loop than one that never stops.
+
 Thread safety: one thread accepts, each request has its own, at most `MAX_REQUESTS` at a time. Must not:
 change anything in the run.
 """
@@ -32,11 +35,19 @@ from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.secret_files import is_one_of, read_secret_lines
 from nvrx_sre.core.tls import is_loopback, server_context
 
-MAX_REQUESTS = 8
-"""Requests served at a time; further connections are closed."""
+MAX_REQUESTS = 32
+"""Requests served at a time; further connections are closed. Scrapes wait for one rendering that they share."""
 REQUEST_TIMEOUT_S = 10.0
 """Longest life of a connection, however slow the client is."""
+MAX_KEPT = 4
+"""Forms of the exposition whose newest rendering is kept."""
 LIMITS = http_server.ServerLimits(max_requests=MAX_REQUESTS, deadline_s=REQUEST_TIMEOUT_S)
+
+
+_REFUSALS = {
+    http_server.BUSY: f"a request was refused, {MAX_REQUESTS} are served already",
+    http_server.TOO_SLOW: f"a request was cut, it took longer than {REQUEST_TIMEOUT_S:.0f} s",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +86,47 @@ class EndpointSecurity:
         return scheme.lower() == "basic" and is_one_of(given, users)
 
 
+class SharedAnswers:
+    """One `make` at a time; its answer goes to everybody who asked for the same `key` before it began.
+
+    Thread-safe. Bounded: it keeps the newest answer of at most `MAX_KEPT` keys.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_begun = 0
+        self._is_making = False
+        self._answers: dict[str, tuple[int, bytes]] = {}
+
+    def get(self, key: str, make: Callable[[], bytes]) -> bytes:
+        """An answer whose making began after this call. Blocks for it; raises what `make` raises, to its caller."""
+        with self._changed:
+            wanted = self._num_begun + 1
+            while self._is_making:
+                self._changed.wait()
+                number, answer = self._answers.get(key, (0, b""))
+                if number >= wanted:
+                    return answer
+            self._is_making = True
+            self._num_begun += 1
+            number = self._num_begun
+        made = None
+        try:
+            made = make()
+            return made
+        finally:
+            with self._changed:
+                self._is_making = False
+                if made is not None:
+                    self._keep(key, number, made)
+                self._changed.notify_all()
+
+    def _keep(self, key: str, number: int, answer: bytes) -> None:
+        if key not in self._answers and len(self._answers) >= MAX_KEPT:
+            self._answers.clear()
+        self._answers[key] = (number, answer)
+
+
 class MetricsServer:
     """Serves one registry. Listens from construction on; `start` begins to answer.
 
@@ -96,6 +148,7 @@ class MetricsServer:
         self._health = health
         self._ready = ready
         self._scraped = threading.Condition()
+        self._renderings = SharedAnswers()
         self.num_scrapes = 0
         try:
             self._server = http_server.BoundedServer((host, port or 0), _handler(self), LIMITS, tls)
@@ -117,9 +170,10 @@ class MetricsServer:
         return f"{self._scheme}://{host}:{self.port}/metrics"
 
     def start(self, on_error: Callable[[str], None] | None = None) -> None:
-        """Begin to answer. `on_error` hears of a request that failed on our side."""
+        """Begin to answer. `on_error` hears of a request that failed on our side, or was refused or cut."""
         if on_error is not None:
             self._server.on_error = on_error
+            self._server.on_refused = lambda reason: on_error(_REFUSALS[reason])
         self._thread.start()
 
     def wait_for_scrapes(self, count: int, timeout_s: float) -> bool:
@@ -147,7 +201,7 @@ class MetricsServer:
         if not self._ready():
             return 503, "text/plain; charset=utf-8", b"replaying the journal\n"
         encode, content_type = choose_encoder(accept)
-        return 200, content_type, encode(self._registry)
+        return 200, content_type, self._renderings.get(content_type, lambda: encode(self._registry))
 
     def note_scrape(self) -> None:
         """A scrape was answered completely."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE, make_private_directory
-from nvrx_sre.core.clock import Clock, SystemClock, to_ns
+from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.events.journal import JournalReader, JournalWriter, Snapshot
 from nvrx_sre.events.schema import IncidentClosed, ProgressResumed, Record
@@ -124,20 +124,20 @@ class Telemetry:
         self.journal = JournalWriter(self.run_dir / "journal", self.run, config.epoch, limits=self.limits.telemetry)
         self._log_sink: SinkThread[LogItem] = SinkThread(Component.LOG, self._write_log, self.boundary)
         self._note_sink: SinkThread[str] = SinkThread(Component.LOG, self._write_notes, self.boundary)
-        self._span_sinks = self._create_span_sinks(config)
+        self._span_file = SpanFile(self.run_dir / "spans.jsonl")
+        self._span_sink: SinkThread[FinishedSpan] = SinkThread(Component.SPANS, self._write_spans, self.boundary)
+        self._otlp_sink = self._create_otlp_sink(config)
         self._reporters = [
             SinkThread[Record](Component.REPORTER, _each(sink, self.boundary), self.boundary) for sink in config.sinks
         ]
         self.server.start(lambda message: self.boundary.failed(Component.METRICS, message))
 
-    def _create_span_sinks(self, config: TelemetryConfig) -> list[SinkThread[FinishedSpan]]:
-        file = SpanFile(self.run_dir / "spans.jsonl")
-        sinks: list[SinkThread[FinishedSpan]] = [SinkThread(Component.SPANS, file.write, self.boundary)]
-        if config.otlp_endpoint is not None:
-            resource = {"nvrx.run": self.run, "service.instance.id": f"{self.run}/{config.epoch}"}
-            otlp = OtlpSink(config.otlp_endpoint, self.limits.telemetry.exporter_timeout_s, resource)
-            sinks.append(SinkThread(Component.OTLP, otlp.write, self.boundary))
-        return sinks
+    def _create_otlp_sink(self, config: TelemetryConfig) -> SinkThread[FinishedSpan] | None:
+        if config.otlp_endpoint is None:
+            return None
+        timeout_s = self.limits.telemetry.exporter_timeout_s
+        otlp = OtlpSink(config.otlp_endpoint, timeout_s, self.run, config.epoch)
+        return SinkThread(Component.OTLP, otlp.write, self.boundary)
 
     # --- what the launcher calls --------------------------------------------------------------------------
 
@@ -150,6 +150,11 @@ class Telemetry:
     def metrics_port(self) -> int:
         """The real port."""
         return self.server.port
+
+    @property
+    def traceparent(self) -> str:
+        """The run's span in W3C form, for the environment of its processes; '' while none is open."""
+        return self.spans.run_traceparent
 
     def replay(self, records: Sequence[Record] | None = None, snapshot: Snapshot | None = None) -> None:
         """Fold what earlier launchers recorded (default: this run's journal), then answer scrapes.
@@ -183,7 +188,7 @@ class Telemetry:
         self.boundary.call(Component.NODE, self.board.apply, record.event)
         pending, self._pending = self._pending, []
         follow_ups = pending + self._fold(record)
-        if not follow_ups and (self.journal.is_full or self._rotation_due):
+        if not follow_ups and (self.journal.is_full or self._rotation_due) and self._span_sink.is_idle:
             self.boundary.call(Component.JOURNAL, self._rotate, record)
         self.boundary.call(Component.LOG, self._log_sink.submit, (record, self.spans.current_trace))
         for reporter in self._reporters:
@@ -191,7 +196,10 @@ class Telemetry:
         return follow_ups
 
     def _rotate(self, last: Record) -> None:
-        """Begin a new segment after `last`, unless events that follow from a record are still to be recorded."""
+        """Begin a new segment after `last`, unless events that follow from a record are still to be recorded.
+
+        The spans that were finished by then are in their file: a successor that begins here does not write them.
+        """
         if isinstance(last.event, (ProgressResumed, IncidentClosed)):
             return
         self._rotation_due = False
@@ -226,12 +234,14 @@ class Telemetry:
         return self.server.num_scrapes > 0 and self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s)
 
     def close(self) -> None:
-        """Flush every sink, each within its bound, and stop the endpoint. Never raises."""
-        bound_s = self.limits.telemetry.exporter_timeout_s
-        closers: list[Callable[[float], object]] = [reporter.close for reporter in self._reporters]
-        closers += [self._log_sink.close, *(sink.close for sink in self._span_sinks), self.journal.close]
-        for close in [*closers, self._note_sink.close]:
-            self.boundary.call(Component.OTHER, close, bound_s)
+        """Flush every sink, all within one bound, and stop the endpoint. Never raises."""
+        until_ns = self.clock.monotonic_ns() + to_ns(self.limits.telemetry.exporter_timeout_s)
+        sinks: list[SinkThread[Any]] = [*self._reporters, self._log_sink, self._span_sink]
+        sinks += [self._note_sink] if self._otlp_sink is None else [self._otlp_sink, self._note_sink]
+        for sink in sinks:
+            self.boundary.call(Component.OTHER, sink.hurry)
+        for close in [self.journal.close, *(sink.close for sink in sinks)]:
+            self.boundary.call(Component.OTHER, close, max(0.0, seconds(until_ns - self.clock.monotonic_ns())))
         self.boundary.call(Component.METRICS, self.server.close)
         if self._log is not None:
             self.boundary.call(Component.LOG, self._log.close)
@@ -262,9 +272,18 @@ class Telemetry:
             self.boundary.call(Component.METRICS, self.metrics.apply, record)
             self.boundary.call(Component.METRICS, self.metrics.spans_finished, len(finished))
         for span in finished:
-            for sink in self._span_sinks:
-                self.boundary.call(Component.SPANS, sink.submit, span)
+            self.boundary.call(Component.SPANS, self._span_sink.submit, span)
         return follow_ups
+
+    def _write_spans(self, spans: Sequence[FinishedSpan]) -> None:
+        """To the file first, then to the collector: what a replay finds in the file was sent before."""
+        new = spans
+        try:
+            new = self._span_file.write(spans)
+        finally:
+            if self._otlp_sink is not None:
+                for span in new:
+                    self._otlp_sink.submit(span)
 
     def _exports(self, metric: Metric) -> bool:
         return (self._is_leader or metric.scope is Scope.NODE) and self.board.exports(metric)

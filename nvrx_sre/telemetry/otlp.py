@@ -2,15 +2,21 @@
 
 The exporter's own timeout bounds each request; nothing is registered at exit and no batch processor runs,
 so a dead or silent collector costs neither a step nor the exit (failure case C61). The SDK is imported when
-the first batch is sent. Must not: be called from the launcher's loop; log on its own (C62).
+the first batch is sent, in the process that sends it: nothing of it is inherited by a fork (C59). Must not: be
+called from the launcher's loop; log on its own (C62).
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import platform
+import socket
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from nvrx_sre import __version__
 from nvrx_sre.telemetry.spans import FinishedSpan
 
 if TYPE_CHECKING:
@@ -20,6 +26,25 @@ if TYPE_CHECKING:
 SERVICE_NAME = "nvrx-sre"
 
 
+Resource = dict[str, str | int]
+
+
+def resource_of(run: str, epoch: int) -> Resource:
+    """Who emits the spans, in the names of OpenTelemetry's conventions: one instance is one launcher of the run."""
+    return {
+        "service.name": SERVICE_NAME,
+        "service.version": __version__,
+        "service.instance.id": f"{run}/{epoch}",
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+        "process.executable.path": sys.executable,
+        "process.runtime.name": sys.implementation.name,
+        "process.runtime.version": platform.python_version(),
+        "nvrx.run": run,
+        "nvrx.epoch": epoch,
+    }
+
+
 class ExportError(Exception):
     """The collector did not take a batch."""
 
@@ -27,13 +52,13 @@ class ExportError(Exception):
 class OtlpSink:
     """Sends batches of finished spans to `endpoint` (a full traces URL).
 
-    `timeout_s` bounds one export, retries included. `resource`: attributes of the emitting launcher.
+    `timeout_s` bounds one export, retries included. `run`, `epoch`: of the emitting launcher.
     """
 
-    def __init__(self, endpoint: str, timeout_s: float, resource: dict[str, str]) -> None:
+    def __init__(self, endpoint: str, timeout_s: float, run: str, epoch: int) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
-        self._resource = {"service.name": SERVICE_NAME, **resource}
+        self._resource = resource_of(run, epoch)
         self._exporter: OTLPSpanExporter | None = None
 
     def write(self, spans: Sequence[FinishedSpan]) -> None:
@@ -53,7 +78,7 @@ class OtlpSink:
         return self._exporter
 
 
-def _readable(spans: Sequence[FinishedSpan], resource: dict[str, str]) -> list[ReadableSpan]:
+def _readable(spans: Sequence[FinishedSpan], resource: Resource) -> list[ReadableSpan]:
     """The SDK's form, with our times and ids."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import Event, ReadableSpan

@@ -14,6 +14,7 @@ from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, RestoredFrom, StepKind, Tier
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import SaveOutcome, SaveStage
+from nvrx_sre.telemetry.context import run_trace_id
 from nvrx_sre.telemetry.series_part import SeriesPart
 from nvrx_sre.telemetry.values import Values
 
@@ -61,7 +62,8 @@ class CheckpointSeries(SeriesPart):
         self.values.add(catalog.SAVES, count, tier, outcome)
 
     def _observe(self, record: Record, stage: SaveStage, spent_s: float) -> None:
-        self.values.observe(catalog.SAVE_SECONDS, spent_s, None, record.time_ns, (stage,))
+        trace_id = run_trace_id(record.run)  # the trace of its `nvrx.save`
+        self.values.observe(catalog.SAVE_SECONDS, spent_s, trace_id, record.time_ns, (stage,))
         self.values.raise_to(catalog.SAVE_MAX, spent_s, stage)
 
     def _on_run_started(self, _: Record, event: schema.RunStarted) -> None:

@@ -19,8 +19,9 @@ incident goes on. Not thread-safe. Must not: read a clock.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import errno
 import json
+import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from nvrx_sre.events.schema import Record, Verdict
 from nvrx_sre.events.snapshot import Snapshotted
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.verdict import FINAL_STATES, run_state_after
+from nvrx_sre.telemetry.context import hash_id, run_trace_id, traceparent
 
 LAUNCHER_LOST = "launcher_lost"
 """`error.type` of what a launcher's death cut short."""
@@ -129,11 +131,6 @@ class OpenSpan:
         )
 
 
-def hash_id(num_digits: int, *parts: object) -> str:
-    """Deterministic id of `num_digits` hex digits (16 span, 32 trace), never all zeros."""
-    return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:num_digits]
-
-
 def signal_name(number: int) -> str:
     """`SIGKILL` for 9; the number itself for a real-time signal."""
     try:
@@ -154,7 +151,7 @@ class SpanFold(Snapshotted):
     def __init__(self, run: str, tracker: IncidentTracker) -> None:
         self._name = run
         self._tracker = tracker
-        self._trace_id = hash_id(32, run, "run")
+        self._trace_id = run_trace_id(run)
         self._run: OpenSpan | None = None
         self._generation: OpenSpan | None = None
         self._incident: OpenSpan | None = None
@@ -188,6 +185,11 @@ class SpanFold(Snapshotted):
         """(trace id, span id) that a log line of now belongs to: the open incident, else the run."""
         span = self._incident or self._generation or self._run
         return None if span is None else (span.trace_id, span.span_id)
+
+    @property
+    def run_traceparent(self) -> str:
+        """W3C form of the run's span, '' while none is open: what a process of the run inherits."""
+        return "" if self._run is None else traceparent(self._run.trace_id, self._run.span_id)
 
     def apply(self, record: Record) -> list[FinishedSpan]:
         """Fold one record; returns the spans that it finished, inner before outer."""
@@ -427,6 +429,12 @@ def _fault_attributes(record: Record, event: schema.FaultDetected) -> Attributes
         attributes["nvrx.signal"] = signal_name(event.signal)
     if event.exception_type:
         attributes["exception.type"] = event.exception_type
+    if event.pid is not None:
+        attributes["process.pid"] = event.pid
+    if event.exit_code is not None:
+        attributes["process.exit.code"] = event.exit_code
+    if event.device:
+        attributes["host.name"] = event.device.rpartition("/")[0]
     return attributes
 
 
@@ -441,17 +449,27 @@ class SpanFile:
         self._path = path
         self._known: set[str] | None = None
 
-    def write(self, spans: Sequence[FinishedSpan]) -> None:
-        """Append the spans that the file does not hold yet. Blocks for the write, not for the disk."""
+    def write(self, spans: Sequence[FinishedSpan]) -> list[FinishedSpan]:
+        """Append the spans that the file does not hold yet; those. Blocks for the write, not for the disk."""
         if self._known is None:
             self._known = self._read_ids()
         new = [span for span in spans if span.span_id not in self._known]
-        if not new:
-            return
-        content = "".join(json.dumps(span.to_dict()) + "\n" for span in new)
-        self._path.touch(mode=PRIVATE_FILE_MODE)
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(content)
+        if new:
+            self._append("".join(json.dumps(span.to_dict()) + "\n" for span in new).encode())
+        return new
+
+    def _append(self, content: bytes) -> None:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE_MODE)
+        try:
+            size = os.fstat(descriptor).st_size
+            try:
+                if os.write(descriptor, content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                os.ftruncate(descriptor, size)  # half a line would spoil the next one
+                raise
+        finally:
+            os.close(descriptor)
 
     def _read_ids(self) -> set[str]:
         if not self._path.exists():

@@ -26,7 +26,7 @@ class BrokenTelemetry(Telemetry):
         self.journal.append = fail  # type: ignore[method-assign]
         self.metrics.apply = fail  # type: ignore[method-assign]
         self._log_sink._handle = fail
-        self._span_sinks[0]._handle = fail
+        self._span_sink._handle = fail
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def _break_journal(telemetry: Telemetry) -> None:
 
 
 def _break_spans(telemetry: Telemetry) -> None:
-    telemetry._span_sinks[0]._handle = _raise
+    telemetry._span_sink._handle = _raise
 
 
 def _break_metrics(telemetry: Telemetry) -> None:

@@ -26,9 +26,8 @@ def test_lines_are_json_with_the_ambient_values() -> None:
     """run, rank, generation, step and trace come from the context, a line's own fields win."""
     stream = io.StringIO()
     context.bind(run="demo", rank=3)
-    context.set_generation(2)
+    traceparent = context.set_generation(2)
     context.set_step(41)
-    context.set_trace("a" * 32, "b" * 16)
     configure(stream).info("hello", step=42)
     line = json.loads(stream.getvalue())
     assert {
@@ -38,11 +37,12 @@ def test_lines_are_json_with_the_ambient_values() -> None:
         "rank": 3,
         "generation": 2,
         "step": 42,
-        "trace_id": "a" * 32,
-        "span_id": "b" * 16,
+        "trace_id": context.run_trace_id("demo"),
+        "span_id": context.generation_span_id("demo", 2),
         "event": "hello",
         "level": "info",
     }
+    assert traceparent == f"00-{line['trace_id']}-{line['span_id']}-01"
 
 
 def test_secrets_do_not_reach_the_log() -> None:

@@ -1,0 +1,91 @@
+"""A rank that only reports steps: what a launcher has to take in, without a training behind it.
+
+Started by the launcher as any worker (`-m nvrx_sre.bench.reporting_rank STEPS PER_SECOND FOLDER`); it speaks the rank
+channel itself, so no torch is loaded. Steps are sent as training sends them, without waiting for room; what found
+none is counted in `FOLDER/<rank>`. Must not: run outside `bench telemetry`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from nvrx_sre.core.clock import NS_PER_S, seconds
+from nvrx_sre.core.errors import InternalError, RestartAborted
+from nvrx_sre.events.channel import NO_LOSS, Finished, Parked, Restored, pack_step
+from nvrx_sre.events.schema import Phase, RestoredFrom
+from nvrx_sre.restart.control import RankControl
+from nvrx_sre.session.process import current
+
+BURST_S = 0.002
+"""Steps that came due within this time are sent together: no timer is finer than that on a shared machine."""
+
+
+def main(num_steps: int, steps_per_s: float, folder: Path) -> None:
+    """Take a rank, report `num_steps` steps at `steps_per_s`, leave with the run."""
+    process = current()
+    if process is None:
+        raise InternalError("this module is started by `nvrx-sre bench telemetry`")
+    control = process.control
+    control.send(Parked(fit=True, note="", mono_ns=control.clock.monotonic_ns()))
+    try:
+        assign, _ = control.wait_assigned()
+        control.report_ready(assign.generation, fit=True, reason="")
+        generation = control.wait_go(assign.generation).generation
+        _begin(control, generation)
+        _report_steps(control, generation, num_steps, steps_per_s)
+        (folder / f"{assign.rank}").write_text(str(control.channel.num_dropped))
+        now_ns = control.clock.monotonic_ns()
+        control.send(Finished(generation=generation, step=num_steps, result={}, mono_ns=now_ns))
+        control.wait_interrupted(generation)
+    except RestartAborted:
+        return
+
+
+def _begin(control: RankControl, generation: int) -> None:
+    """The way of every rank into its step loop, with nothing to do on it."""
+    control.enter(Phase.RENDEZVOUS)
+    control.enter(Phase.REBUILD)
+    control.enter(Phase.LOAD)
+    now_ns = control.clock.monotonic_ns()
+    control.send(Restored(generation=generation, step=0, source=RestoredFrom.FRESH, seconds=0.0, mono_ns=now_ns))
+    control.enter(Phase.FIRST_STEP)
+
+
+def _report_steps(control: RankControl, generation: int, num_steps: int, steps_per_s: float) -> None:
+    clock, pause = control.clock, threading.Event()
+    started_ns = clock.monotonic_ns()
+    step = 0
+    while step < num_steps:
+        pause.wait(BURST_S)
+        now_ns = clock.monotonic_ns()
+        due = min(num_steps, int(seconds(now_ns - started_ns) * steps_per_s))
+        while step < due:
+            step += 1
+            spent_s = (now_ns - started_ns) / NS_PER_S
+            packet = pack_step(
+                *(
+                    generation,
+                    step,
+                    now_ns,
+                    spent_s,
+                    0.0,
+                    0.0,
+                    0.0,
+                    1024 * step,
+                    NO_LOSS,
+                    False,
+                    -1,
+                    False,
+                    0,
+                    0,
+                    now_ns,
+                )
+            )
+            control.channel.send_packet_nowait(packet)
+    control.step = step
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]))
