@@ -21,13 +21,16 @@ SIGNS = (
     "NvrxSlowRank",
 )
 """What a run that is being recovered, loops, or has stopped shows as well."""
-LADDER = ("NvrxRunHalted", "NvrxCrashLooping", "NvrxRecoveryOverdue")
-"""Each silences those after it, and the signs."""
+STUCK = "NvrxRendezvousStuck"
+"""Why a recovery is overdue, where it is; within a crash loop one attempt among others."""
 BLIND = ("NvrxTargetMissing", "NvrxLauncherStuck")
 """Nothing new is known of the run: its signs are old."""
 
 INHIBITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    *((source, (*LADDER[index + 1 :], *SIGNS)) for index, source in enumerate(LADDER)),
+    ("NvrxRunHalted", ("NvrxCrashLooping", "NvrxRecoveryOverdue", *SIGNS)),
+    ("NvrxCrashLooping", ("NvrxRecoveryOverdue", STUCK, *SIGNS)),
+    ("NvrxRecoveryOverdue", SIGNS),
+    (STUCK, ("NvrxRecoveryOverdue",)),
     *((source, SIGNS) for source in BLIND),
 )
 """(source, targets): while the source fires for a run, its targets send nothing for that run."""

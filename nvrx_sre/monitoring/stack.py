@@ -41,6 +41,8 @@ POLL_S = 0.05
 LOG_TAIL_BYTES = 2_000
 DISCOVERY_INTERVAL_S = 5.0
 """How often Prometheus reads the targets again where the file system tells it nothing."""
+RESEND_DELAY_S = 5.0
+"""Prometheus knows its Alertmanager only some seconds after its start: what fired before is sent again after this."""
 TARGETS_FILE = "targets.json"
 LOCAL_LABELS = {"cluster": "local", "namespace": "default"}
 """Where a run of this machine is."""
@@ -249,6 +251,7 @@ class MonitoringStack:
             "--web.listen-address=127.0.0.1:0",
             "--web.external-url=http://127.0.0.1/",
             "--enable-feature=exemplar-storage",
+            f"--rules.alert.resend-delay={duration(RESEND_DELAY_S)}",
         ]
         return self._serve([self._tools.prometheus, *arguments], directory / "prometheus.log")
 
