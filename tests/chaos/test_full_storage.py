@@ -7,6 +7,7 @@ goes away with it. The test looks in through /proc/PID/root.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def test_c10_an_attempt_of_two_ranks_leaves_nothing_in_a_save_of_one(
     ranks.capture(10, 0)
     writer.request(10, [0, 0])
     assert writer.wait_for(wire.Injected).spec == "writer_kill@0:10/manifest"
-    writer.process.wait()
+    assert writer.ended() == -signal.SIGKILL
     again = start(ranks.slots[0])
     assert again.save(10, [0])[-1].stage == "verified"
     assert again.leave() == 0

@@ -104,14 +104,15 @@ class WriterProcess:
     def leave(self) -> int:
         """End the writer in order; its exit code."""
         self.channel.send(wire.Leave())
-        return self._ended()
+        return self.ended()
 
     def kill(self) -> int:
         """SIGKILL."""
         self.process.kill()
-        return self._ended()
+        return self.ended()
 
-    def _ended(self) -> int:
+    def ended(self) -> int:
+        """Wait for the end of the process; its exit code."""
         self.process.communicate(timeout=LIMIT_S)
         self.channel.close()
         return self.process.returncode
