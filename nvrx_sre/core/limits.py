@@ -113,7 +113,7 @@ class Deadlines:
 
 @dataclass(frozen=True, kw_only=True)
 class DeadlineTuning:
-    """How `--deadlines auto` tightens the progress deadlines; the configured ones are where it starts and its ceiling."""
+    """How `--deadlines auto` tightens progress deadlines, from the configured ones, which are also the ceiling."""
 
     multiple: float = 10.0
     """A tightened deadline is this multiple of the phase's 99th percentile."""
@@ -125,8 +125,8 @@ class DeadlineTuning:
     def __post_init__(self) -> None:
         if self.multiple < 2 or self.floor_s < 1 or self.num_samples < 10:
             raise UserError(
-                f"deadline tuning of {self.multiple:g} x p99, at least {self.floor_s:g} s after {self.num_samples} samples "
-                "would end healthy ranks: use a multiple >= 2, a floor >= 1 s, samples >= 10"
+                f"deadlines of {self.multiple:g} x p99, at least {self.floor_s:g} s, after {self.num_samples} samples "
+                "would end healthy ranks: use a multiple of 2, a floor of 1 s and 10 samples at least"
             )
 
 

@@ -246,6 +246,8 @@ class Ledger(Snapshotted):
         self._book(LedgerState.RENDEZVOUS, self._now_ns)
         self._world_size = event.world_size
         self._reference.generation_formed()
+        # A smaller world: what its former ranks did last holds nobody up any more.
+        self._activities = {rank: item for rank, item in self._activities.items() if rank < event.world_size}
         for rank in range(event.world_size):
             if self._activities.get(rank, _Activity.INIT) in (_Activity.RENDEZVOUS, _Activity.INIT):
                 self._activities[rank] = _Activity.REBUILD

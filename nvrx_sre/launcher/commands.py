@@ -86,20 +86,29 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Spawn(Command):
-    """Start a child. The shell answers with `Spawned`, or `Exited` with code 127 if it could not."""
+    """Start a child. The shell answers with `Spawned`, or `Exited` with code 127 if it could not.
+
+    `local_rank` and `world_size` go with `rank`: what it is told of them before the call of its training function.
+    """
 
     child: int
     role: Role
     rank: int | None
     attempt: int
+    local_rank: int = 0
+    world_size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssignRank(Command):
-    """Send `Assign` (with the rank's slots, if it has any) to a parked child."""
+    """Send `Assign` (with the rank's slots, if it has any) to a parked child, or to one whose rank changes.
+
+    `local_rank` is the index of the child's device on its node, which does not change with the rank.
+    """
 
     child: int
     rank: int
+    local_rank: int
     world_size: int
     generation: int
 
@@ -164,7 +173,9 @@ class GrantSlots(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class DropSlots(Command):
-    """Every hot slot of the node is lost (`node_kill`)."""
+    """Every hot slot of the node is lost (`node_kill`), or is of another world; `num_ranks` of the node come next."""
+
+    num_ranks: int
 
 
 @dataclass(frozen=True, kw_only=True)

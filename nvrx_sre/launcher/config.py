@@ -29,6 +29,10 @@ class RunConfig:
     """Ranks on this node."""
     min_world_size: int
     """Smallest world the run may go on with."""
+    world_multiple: int = 1
+    """Ranks that can only take part together: the world stays a multiple of it."""
+    tunes_deadlines: bool = False
+    """Tighten progress deadlines to what phases were observed to take (`--deadlines auto`)."""
     num_standbys: int = 1
     """Warm spare processes."""
     save_every: int = 50
@@ -78,6 +82,11 @@ class RunConfig:
             raise UserError(f"number of ranks is {self.nproc}: use at least 1")
         if not 1 <= self.min_world_size <= self.nproc:
             raise UserError(f"minimum world size is {self.min_world_size}: use 1 to {self.nproc}")
+        if self.world_multiple < 1 or self.nproc % self.world_multiple or self.min_world_size % self.world_multiple:
+            raise UserError(
+                f"--world-multiple is {self.world_multiple}: the number of ranks, {self.nproc}, and the least of them, "
+                f"{self.min_world_size}, must be multiples of it"
+            )
         if self.save_every < 1:
             raise UserError(f"--save-every is {self.save_every}: use at least 1")
         if self.hot_slots not in (2, 3):

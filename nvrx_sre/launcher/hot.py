@@ -86,8 +86,9 @@ class HotSlots:
         for file in self._files.values():
             file.held_slot = NONE
 
-    def drop(self) -> None:
-        """Every slot is lost."""
+    def drop(self, num_ranks: int | None = None) -> None:
+        """Every slot is lost; `num_ranks` ranks of the node will want new ones (None: as many as before)."""
+        self._num_ranks = self._num_ranks if num_ranks is None else num_ranks
         for file in self._files.values():
             file.close()
         self._files.clear()

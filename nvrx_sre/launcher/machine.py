@@ -22,6 +22,7 @@ from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import (
     Action,
+    Cap,
     CapReached,
     CheckpointDeleted,
     FaultClass,
@@ -65,7 +66,7 @@ class Machine:
         self._progress = Progress(self._job, self._roster)
         self._generation = Generation(self._job, self._roster, self._commits, self._saves, self._progress)
         self._faults = Faults(self._job, self._commits)
-        self._recovery = Recovery(self._job, self._roster, self._commits, self._progress)
+        self._recovery = Recovery(self._job, self._roster, self._commits, self._saves, self._progress)
         self._shutdown = Shutdown(self._job, self._roster, self._commits, self._saves)
         self._is_interrupted = False
         self._looks_again = False
@@ -105,6 +106,11 @@ class Machine:
         """Number of the generation that was opened last, 0 if none ever."""
         return self._job.generation
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the generation that is open, or being formed."""
+        return self._job.world_size
+
     def seated(self) -> list[Child]:
         """The ranks' processes: what was last heard of each, for the metrics."""
         return self._roster.seated()
@@ -120,7 +126,7 @@ class Machine:
 
     def start(self, now_ns: int) -> list[c.Command]:
         """Start all children. Call once, first."""
-        for rank in range(self._job.config.world_size):
+        for rank in range(self._job.world_size):
             self._roster.spawn(Role.WORKER, rank, now_ns)
         self._saves.start_writer(now_ns)
         self._recovery.refill_standbys(now_ns)
@@ -322,9 +328,9 @@ class Machine:
         decision = self._faults.detect(fault, now_ns)
         for item in self._roster:
             self._roster.kill(item, "the node is lost", now_ns)
-        self._saves.lose()
+        self._saves.lose("the node was lost")
         self._commits.forget_sealed()
-        self._job.command(c.DropSlots())
+        self._job.command(c.DropSlots(num_ranks=self._job.world_size))
         self._job.hot_allowed = False
         self._carry_out(fault, decision, now_ns)
 
@@ -355,14 +361,27 @@ class Machine:
     def _on_signal(self, item: c.SignalReceived, now_ns: int) -> None:
         exit_code = ExitCode.INTERRUPTED if item.by_person else ExitCode.PREEMPTED
         if self._job.stage is not Stage.STOPPING:
-            self._job.emit(PreemptionReceived(signal=item.signal, by_person=item.by_person))
             self._is_interrupted = item.by_person
-            self._shutdown.drain(exit_code, "interrupted" if item.by_person else "preempted", now_ns)
+            if item.by_person:
+                self._job.emit(PreemptionReceived(signal=item.signal, by_person=True))
+                self._shutdown.drain(exit_code, "interrupted", now_ns)
+            else:
+                self._on_preemption(item, now_ns)
         elif item.by_person and self._is_interrupted:
             self._shutdown.kill_now(exit_code, "interrupted twice", now_ns)
         else:
             self._is_interrupted = self._is_interrupted or item.by_person
             self._shutdown.hurry(now_ns)
+
+    def _on_preemption(self, item: c.SignalReceived, now_ns: int) -> None:
+        """Drain; the exit code says whether the orchestrator may start the job again."""
+        decision = self._faults.preempted(now_ns)
+        attempts, limit = decision.budget_used[Cap.PREEMPTION], decision.budget_limit[Cap.PREEMPTION]
+        self._job.emit(PreemptionReceived(signal=item.signal, by_person=False, attempts=attempts, limit=limit))
+        if decision.cap is not None:
+            self._job.emit(CapReached(cap=decision.cap, used=attempts, limit=limit))
+        exit_code = ExitCode.PREEMPTED if decision.exit_code is None else decision.exit_code
+        self._shutdown.drain(exit_code, "preempted" if decision.cap is None else decision.reason, now_ns)
 
     def _on_halt(self, item: c.HaltSeen, now_ns: int) -> None:
         if self._job.stage is Stage.STOPPING:
@@ -396,6 +415,7 @@ class Machine:
             suspects = self._roster.seated() if hang.root is None else [hang.root]
             was_kept = any(child.number in self._recovery.kept_children for child in suspects)
             fault = self._faults.on_hang(hang, was_kept)
+            self._progress.distrust(hang.child.phase)
         if fault is not None:
             self._fault(fault, now_ns)
 

@@ -108,7 +108,7 @@ class Commits:
 
     def open(self) -> None:
         """A generation was opened: nothing of it is committed yet."""
-        self._ranks = [_Rank() for _ in range(self._job.config.world_size)]
+        self._ranks = [_Rank() for _ in range(self._job.world_size)]
         self._num_at = Counter({0: len(self._ranks)})
         self._seals.open(self._job.generation, len(self._ranks))
         self._record_at = None

@@ -195,6 +195,7 @@ class Faults:
                 device=job.device(rank),
                 hot_sealed_step=self._sealed_step(),
                 min_layer=fault.min_layer,
+                can_exclude=job.can_exclude(job.device(rank)),
             ),
             job.wall_ns(now_ns),
             job.config.limits.caps,
@@ -204,6 +205,16 @@ class Faults:
         if decision.action is Action.RESTART:
             self._commits.incident_high_water = self._commits.high_water
         return decision
+
+    def preempted(self, now_ns: int) -> Decision:
+        """What the policy says of a preemption: it is no fault, and has a budget of its own."""
+        fault = PolicyFault(
+            fault=FaultClass.PREEMPTION,
+            fingerprint="",
+            high_water=self._commits.high_water,
+            hot_sealed_step=self._sealed_step(),
+        )
+        return decide(self._job.history, fault, self._job.wall_ns(now_ns), self._job.config.limits.caps)
 
     def _sealed_step(self) -> int:
         return -1 if self._commits.sealed is None else self._commits.sealed.step

@@ -54,7 +54,7 @@ class Generation:
     @property
     def is_finished(self) -> bool:
         """Every rank's training function returned."""
-        return self._number == self._job.generation and len(self._finished) == self._job.config.world_size
+        return self._number == self._job.generation and len(self._finished) == self._job.world_size
 
     def on_entered(self, child: Child, message: Entered, now_ns: int) -> None:
         """A rank entered a phase."""
@@ -73,7 +73,7 @@ class Generation:
         child.step = message.step
         child.heard_ns = child.progressed_ns = now_ns
         self._restored[child.rank] = message
-        if len(self._restored) < self._job.config.world_size:
+        if len(self._restored) < self._job.world_size:
             return True
         if len({(item.step, item.source) for item in self._restored.values()}) > 1:
             return False
@@ -153,7 +153,7 @@ class Generation:
 
     def _note_formed(self, child: Child) -> None:
         self._formed.add(child.number)
-        if self._is_formed or len(self._formed) < self._job.config.world_size:
+        if self._is_formed or len(self._formed) < self._job.world_size:
             return
         seated = self._roster.seated()
         self._is_formed = True

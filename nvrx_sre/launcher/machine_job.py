@@ -15,6 +15,7 @@ from nvrx_sre.core.limits import Limits
 from nvrx_sre.events.schema import Event
 from nvrx_sre.launcher.commands import Command, Emit, PublishSealed, StrandSlots
 from nvrx_sre.policy.history import History
+from nvrx_sre.policy.membership import members
 
 
 class Stage(StrEnum):
@@ -34,8 +35,15 @@ class MachineConfig:
     """What the machine has to know of the configuration."""
 
     world_size: int
+    """Ranks that were asked for; the world is smaller once devices are excluded."""
     num_standbys: int
     limits: Limits
+    min_world_size: int | None = None
+    """Ranks below which the run does not go on; None: all."""
+    world_multiple: int = 1
+    """Ranks that can only take part together."""
+    tunes_deadlines: bool = False
+    """Progress deadlines are tightened by what is observed."""
     exact_replay: bool = False
     """A step that gives another loss when it is executed again ends the run."""
     waits_for_writer: bool = False
@@ -44,6 +52,11 @@ class MachineConfig:
     """Name of this node, for device identities."""
     hot_every: int | None = 1
     """Steps between hot captures, 0 for none, None to have it chosen by measurement."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Identities of the node's devices, by local index."""
+        return tuple(device_id(self.node, index) for index in range(self.world_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +91,32 @@ class Job:
     checkpoints_back: int = 0
     go_ns: int = 0
     """Monotonic time at which `generation` was opened."""
+    devices: tuple[str, ...] = ()
+    """Devices of the world that is open or being formed, by rank."""
     _commands: list[Command] = field(default_factory=list)
     _publish: int | None = None
     _strand: int | None = None
+
+    def __post_init__(self) -> None:
+        self.devices = self.devices_without("")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the world that is open or being formed."""
+        return len(self.devices)
+
+    def devices_without(self, device: str) -> tuple[str, ...]:
+        """The world without `device` and those that were excluded before, in whole units."""
+        return members(self.config.devices, {device, *self.history.excluded}, self.config.world_multiple)
+
+    def can_exclude(self, device: str) -> bool:
+        """The world without `device` is smaller, and large enough."""
+        num_least = self.config.world_size if self.config.min_world_size is None else self.config.min_world_size
+        return device in self.devices and len(self.devices_without(device)) >= max(1, num_least)
+
+    def local_rank(self, rank: int) -> int:
+        """Index of the rank's device on its node: where it stands as long as the node does, whatever the rank."""
+        return self.config.devices.index(self.devices[rank])
 
     @property
     def pending(self) -> int:
@@ -94,7 +130,7 @@ class Job:
 
     def device(self, rank: int | None) -> str:
         """Identity that faults of `rank` are counted against, '' if the rank is unknown."""
-        return "" if rank is None else device_id(self.config.node, rank)
+        return "" if rank is None or rank >= self.world_size else self.devices[rank]
 
     def wall_ns(self, mono_ns: int) -> int:
         """Wall time of a monotonic stamp of this host."""

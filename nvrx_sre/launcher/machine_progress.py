@@ -18,6 +18,7 @@ from itertools import accumulate
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.channel import Alive, Entered, Step
 from nvrx_sre.events.schema import Phase, PhaseEntered
+from nvrx_sre.launcher.machine_deadlines import PhaseDeadlines
 from nvrx_sre.launcher.machine_job import Job, Stage
 from nvrx_sre.launcher.machine_roster import Child, ChildState, Roster
 
@@ -56,6 +57,8 @@ class Progress:
     def __init__(self, job: Job, roster: Roster) -> None:
         self._job = job
         self._roster = roster
+        self._deadlines = PhaseDeadlines(job)
+        self._limits_s = self._deadlines.limits_s
 
     def open(self, child: Child, now_ns: int) -> None:
         """The rank was told to enter the generation."""
@@ -63,7 +66,7 @@ class Progress:
         child.told_phases = set()
         child.step = child.progress = 0
         child.progressed_ns = child.heard_ns = now_ns
-        child.arm(now_ns, self._limit_s(Phase.RENDEZVOUS))
+        child.arm(now_ns, self._limits_s[Phase.RENDEZVOUS])
 
     def on_entered(self, child: Child, message: Entered, now_ns: int) -> Phase | None:
         """The rank entered a phase; the phase, or None if it is not one of ours."""
@@ -71,20 +74,22 @@ class Progress:
             phase = Phase(message.phase)
         except ValueError:
             return None
+        self._deadlines.observe(child.phase, now_ns - child.armed_ns)
         child.phase = phase
         child.step = max(child.step, message.step)
         self._moved(child, now_ns)
-        child.arm(now_ns, self._limit_s(phase))
+        child.arm(now_ns, self._limits_s[phase])
         if phase is not Phase.DATA:
             self.tell(child, phase, message.mono_ns)
         return phase
 
     def on_step(self, child: Child, message: Step, now_ns: int) -> None:
         """The rank committed a step."""
+        self._deadlines.observe(child.phase, now_ns - child.armed_ns)
         child.phase = Phase.STEP
         child.step = max(child.step, message.step)
         self._moved(child, now_ns)
-        child.arm(now_ns, self._limit_s(Phase.STEP))
+        child.arm(now_ns, self._limits_s[Phase.STEP])
         self.tell(child, Phase.STEP, message.mono_ns)
 
     def on_alive(self, child: Child, message: Alive, now_ns: int) -> None:
@@ -96,7 +101,12 @@ class Progress:
         child.step = max(child.step, message.step)
         child.progressed_ns = now_ns
         if child.phase in _REARMED_BY_POINTS:
-            child.arm(now_ns, child.limit_s)
+            self._deadlines.observe(child.phase, now_ns - child.armed_ns)
+            child.arm(now_ns, self._limits_s[child.phase])
+
+    def distrust(self, phase: Phase) -> None:
+        """A deadline of `phase` ran out: if it had been tightened, that may be why."""
+        self._deadlines.distrust(phase)
 
     def tell(self, child: Child, phase: Phase, mono_ns: int) -> None:
         """Record that the rank entered `phase`, once a generation for the step loop."""
@@ -162,9 +172,6 @@ class Progress:
 
     def _moved(self, child: Child, now_ns: int) -> None:
         child.heard_ns = child.progressed_ns = now_ns
-
-    def _limit_s(self, phase: Phase) -> float:
-        return self._job.config.limits.deadlines.for_phase(phase.value)
 
 
 def is_in_loop(child: Child) -> bool:

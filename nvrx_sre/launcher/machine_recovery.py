@@ -5,6 +5,10 @@ acknowledge within its grace, or not get ready within the teardown's, or is unfi
 to parked standbys, else to fresh processes, once the back-off has passed. When every rank is ready the
 generation is opened; that is the only place where the number rises.
 
+Without an excluded device the world is another one (`policy.membership`), and begins when nobody is in the old one
+any more: survivors keep process and device and move to their new ranks, hot slots are of no use to it. So the newest
+step that they hold is saved first, bounded, and nothing that was sealed is lost.
+
 Invariants: nobody is told to go before all are ready; each wait has a deadline; a fault while gathering
 keeps the pending number. Pure.
 """
@@ -12,13 +16,22 @@ keeps the pending number. Pure.
 from __future__ import annotations
 
 from nvrx_sre.core.clock import to_ns
-from nvrx_sre.events.schema import InterruptRaised, Layer, Phase, RankReplaced, Role, TeardownFinished
-from nvrx_sre.launcher.commands import OpenGeneration, SendInterrupt
+from nvrx_sre.events.schema import (
+    InterruptRaised,
+    Layer,
+    Phase,
+    RankExcluded,
+    RankReplaced,
+    Role,
+    TeardownFinished,
+)
+from nvrx_sre.launcher.commands import DropSlots, OpenGeneration, SendInterrupt
 from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_faults import RootFault
 from nvrx_sre.launcher.machine_job import Job, Stage
 from nvrx_sre.launcher.machine_progress import Progress
 from nvrx_sre.launcher.machine_roster import Child, ChildState, Roster
+from nvrx_sre.launcher.machine_saves import Saves
 from nvrx_sre.policy.ladder import Decision
 
 MAX_STANDBY_FAILURES = 3
@@ -28,10 +41,11 @@ MAX_STANDBY_FAILURES = 3
 class Recovery:
     """Takes the ranks from one generation to the next."""
 
-    def __init__(self, job: Job, roster: Roster, commits: Commits, progress: Progress) -> None:
+    def __init__(self, job: Job, roster: Roster, commits: Commits, saves: Saves, progress: Progress) -> None:
         self._job = job
         self._roster = roster
         self._commits = commits
+        self._saves = saves
         self._progress = progress
         self._backoff_until_ns: int | None = None
         self._leaving: set[int] = set()
@@ -39,6 +53,9 @@ class Recovery:
         self._killed: set[int] = set()
         self._is_tearing_down = False
         self._num_standby_failures = 0
+        self._next_devices: tuple[str, ...] | None = None
+        """The world that comes next, if it is another one."""
+        self._save_until_ns = 0
         self.kept_children: set[int] = set()
         """Children of the open generation that came into it through an in-process restart."""
 
@@ -50,6 +67,8 @@ class Recovery:
         job.checkpoints_back = max(job.checkpoints_back, decision.checkpoints_back)
         if decision.backoff_s > 0:
             self._backoff_until_ns = now_ns + to_ns(decision.backoff_s)
+        if decision.is_excluding:
+            self._exclude(decision, fault, now_ns)
         if decision.layer is Layer.WORKER:
             self._kill_for_layer(fault, now_ns)
         if was_open:
@@ -59,7 +78,7 @@ class Recovery:
 
     def fill(self, now_ns: int) -> None:
         """Give every vacant rank a process, unless the back-off is still running."""
-        if self._job.stage is not Stage.FORMING or self._backoff_until_ns is not None:
+        if self._job.stage is not Stage.FORMING or self._backoff_until_ns is not None or self._next_devices is not None:
             return
         for rank in self._roster.vacant_ranks():
             standby = self._roster.parked_standby()
@@ -121,8 +140,10 @@ class Recovery:
         self.fill(now_ns)
 
     def deadline_ns(self) -> int | None:
-        """When the back-off ends."""
-        return self._backoff_until_ns if self._job.stage is Stage.FORMING else None
+        """When the back-off, or the save before another world, ends."""
+        if self._job.stage is not Stage.FORMING:
+            return None
+        return self._backoff_until_ns if self._next_devices is None else self._save_until_ns
 
     def on_tick(self, now_ns: int) -> None:
         """End the back-off, kill ranks past their grace, give up seats of processes that cannot even die."""
@@ -143,9 +164,13 @@ class Recovery:
         """Close the teardown and open the generation as soon as that is possible."""
         if self._job.stage is not Stage.FORMING:
             return
+        if self._is_waiting_for_save(now_ns):
+            return
         if self._is_tearing_down and not self._leaving:
             self._is_tearing_down = False
             self._job.emit(TeardownFinished(kept=sorted(self._kept), killed=sorted(self._killed)))
+        if self._next_devices is not None and not self._leaving:
+            self._begin_world(self._next_devices, now_ns)
         if self._backoff_until_ns is None and self._roster.is_every_rank_ready():
             self._open(self._roster.seated(), now_ns)
 
@@ -170,6 +195,38 @@ class Recovery:
                 hot_every=job.hot_every,
             )
         )
+
+    def _exclude(self, decision: Decision, fault: RootFault, now_ns: int) -> None:
+        """Plan the world without the root's device, and have the newest sealed step saved for it."""
+        job = self._job
+        device = "" if fault.root is None else fault.root.device
+        self._next_devices = job.devices_without(device)
+        self._backoff_until_ns = None
+        self._save_until_ns = now_ns + to_ns(job.config.limits.deadlines.final_drain_s)
+        job.checkpoints_back = decision.checkpoints_back
+        num_ranks = len(self._next_devices)
+        job.emit(
+            RankExcluded(device=device, reason=decision.reason, world_size=num_ranks),
+            None if fault.root is None else fault.root.rank,
+        )
+        self._saves.flush(self._commits.sealed, now_ns)
+
+    def _is_waiting_for_save(self, now_ns: int) -> bool:
+        return self._next_devices is not None and not self._saves.is_idle and now_ns < self._save_until_ns
+
+    def _begin_world(self, devices: tuple[str, ...], now_ns: int) -> None:
+        """Nobody is in the old world any more: slots go, survivors move to their ranks of the new one."""
+        job = self._job
+        self._next_devices = None
+        self._saves.lose("the save took too long before the world became smaller")
+        self._commits.forget_sealed()
+        job.devices = devices
+        job.hot_allowed = False
+        job.command(DropSlots(num_ranks=job.world_size))
+        for child in self._roster.reseat():
+            if child.state is not ChildState.ENDING:
+                self._roster.leave(child, job.config.limits.deadlines.teardown_s, now_ns)
+        self.fill(now_ns)
 
     def _interrupt_all(self, now_ns: int) -> None:
         """Push the interrupt to everybody in the old generation; whoever was killed only has to die."""

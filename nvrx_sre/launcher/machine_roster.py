@@ -62,9 +62,14 @@ class Child:
     progressed_ns: int = 0
     heard_ns: int = 0
     limit_s: float = 0.0
+    armed_ns: int = 0
+    """When its deadline was set."""
+    device: str = ""
+    """Where it runs, '' before it has a rank."""
 
     def arm(self, now_ns: int, limit_s: float) -> None:
         """Give it `limit_s` from now."""
+        self.armed_ns = now_ns
         self.limit_s = limit_s
         self.deadline_ns = now_ns + to_ns(limit_s)
         self.alarm.bring_forward(self.deadline_ns)
@@ -90,9 +95,10 @@ class Roster:
         self._children: dict[int, Child] = {}
         self._spares: dict[int, Child] = {}
         """Writer and standbys: few, however many ranks there are."""
-        self._seats: list[int | None] = [None] * job.config.world_size
+        self._seats: list[int | None] = [None] * job.world_size
         self._attempts = [0] * job.config.world_size
-        self._last_pids = [0] * job.config.world_size
+        self._last_pids: dict[str, int] = {}
+        """Process that ran on a device last."""
         self._num_spawned = 0
         self._spare_attempts = {Role.STANDBY: 0, Role.WRITER: 0}
 
@@ -107,8 +113,8 @@ class Roster:
         return self._children.get(number)
 
     def in_seat(self, rank: int) -> Child | None:
-        """The child that holds `rank`."""
-        number = self._seats[rank]
+        """The child that holds `rank`, None also for a rank that the world has lost."""
+        number = self._seats[rank] if rank < len(self._seats) else None
         return None if number is None else self._children[number]
 
     def seated(self) -> list[Child]:
@@ -145,29 +151,60 @@ class Roster:
         if rank is None:
             self._spares[child.number] = child
         else:
-            child.old_pid = self._last_pids[rank]
+            child.device = self._job.devices[rank]
+            child.old_pid = self._last_pids.get(child.device, 0)
             self._seats[rank] = child.number
-        self._job.command(Spawn(child=child.number, role=role, rank=rank, attempt=child.attempt))
+        self._job.command(
+            Spawn(
+                child=child.number,
+                role=role,
+                rank=rank,
+                attempt=child.attempt,
+                local_rank=0 if rank is None else self._job.local_rank(rank),
+                world_size=self._job.world_size,
+            )
+        )
         return child
 
     def assign(self, child: Child, rank: int, now_ns: int) -> None:
         """Give a parked child its rank for the pending generation."""
+        device = self._job.devices[rank]
         if child.role is Role.STANDBY:
             del self._spares[child.number]
             child.role = Role.WORKER
-            child.old_pid = self._last_pids[rank]
+            child.old_pid = self._last_pids.get(device, 0)
             child.attempt = self._next_attempt(Role.WORKER, rank)
-        child.rank = rank
+        child.rank, child.device = rank, device
         child.state = ChildState.ASSIGNED
         child.serial = self._job.fault_serial
         child.arm(now_ns, self._job.config.limits.deadlines.init_s)
         self._seats[rank] = child.number
-        self._last_pids[rank] = child.pid
+        self._last_pids[device] = child.pid
+        self._tell_rank(child, rank)
+
+    def reseat(self) -> list[Child]:
+        """Seats of another world: who runs on a device that takes part goes on there, under its new rank; the others.
+
+        A process that still starts hears its rank when it parks.
+        """
+        on_device = {child.device: child for child in self.seated()}
+        taken = [on_device.pop(device, None) for device in self._job.devices]
+        self._seats = [None if child is None else child.number for child in taken]
+        for rank, child in enumerate(taken):
+            if child is None:
+                continue
+            child.rank = rank
+            if child.state in (ChildState.ASSIGNED, ChildState.READY):
+                self._tell_rank(child, rank)
+        return list(on_device.values())
+
+    def _tell_rank(self, child: Child, rank: int) -> None:
         self._job.command(
             AssignRank(
                 child=child.number,
                 rank=rank,
-                world_size=self._job.config.world_size,
+                local_rank=self._job.local_rank(rank),
+                world_size=self._job.world_size,
                 generation=self._job.pending,
             )
         )
@@ -197,9 +234,11 @@ class Roster:
 
     def detach(self, child: Child) -> None:
         """Take the seat from a child, dead or not to be waited for any longer."""
-        if child.rank is not None and self._seats[child.rank] == child.number:
-            self._seats[child.rank] = None
-            self._last_pids[child.rank] = child.pid or self._last_pids[child.rank]
+        if child.rank is None or child.rank >= len(self._seats) or self._seats[child.rank] != child.number:
+            return
+        self._seats[child.rank] = None
+        if child.pid:
+            self._last_pids[child.device] = child.pid
 
     def _next_attempt(self, role: Role, rank: int | None) -> int:
         if rank is None:

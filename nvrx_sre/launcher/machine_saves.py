@@ -166,12 +166,12 @@ class Saves:
         self._respawn_ns = now_ns + to_ns(wait_s)
         self.on_tick(now_ns)
 
-    def lose(self) -> None:
-        """The node is lost, with the writer and every slot."""
+    def lose(self, reason: str) -> None:
+        """Every slot is lost: with the node and the writer, or with the world."""
         self._flush = None
         self._is_owed = False
         if self._held is not None:
-            self._fail(self._held, SaveFailure.INTERRUPTED, "the node was lost")
+            self._fail(self._held, SaveFailure.INTERRUPTED, reason)
 
     def close(self) -> None:
         """The end is near: what is held may finish, nothing is started any more."""

@@ -205,6 +205,9 @@ def _machine_config(config: RunConfig) -> MachineConfig:
         exact_replay=config.exact_replay,
         hot_every=config.hot_every,
         waits_for_writer=config.on_busy == "wait",
+        min_world_size=config.min_world_size,
+        world_multiple=config.world_multiple,
+        tunes_deadlines=config.tunes_deadlines,
         node=socket.gethostname(),
     )
 

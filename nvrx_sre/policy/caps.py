@@ -1,9 +1,10 @@
 """Retry budgets: what is used of each cap, and which one has tripped.
 
-Caps count only attempts without progress; a fault with progress is always the first of
-its episode and trips none, but for the cap on the run's whole life, which is off unless asked for. Transient and node classes trip only once `transient_grace_s` has passed since
-the first attempt of the episode, so that a two-second link flap cannot burn them at 0.1 s a recovery;
-start-up is bounded at once, because the orchestrator starts again anyway. Preemptions have a budget of their own.
+Caps count only attempts without progress; a fault with progress is always the first of its episode and trips none,
+but for the cap on the run's whole life, which is off unless asked for. Transient and node classes trip only once
+`transient_grace_s` has passed since the first attempt of the episode, so that a two-second link flap cannot burn them
+at 0.1 s a recovery; start-up is bounded at once, because the orchestrator starts again anyway. Preemptions have a
+budget of their own.
 
 Used counts include the fault at hand, except `nonfinite`, which counts retries already spent. Pure.
 """
@@ -47,6 +48,7 @@ class Budgets:
     used: dict[str, int]
     limit: dict[str, int]
     tripped: Cap | None
+
 
 _ORDER = (
     Cap.LIFETIME,

@@ -55,6 +55,14 @@ class RankProcess:
         self.slots = SlotFile.map(descriptor, data_bytes, blob_bytes)
         return self.slots
 
+    def take_slots(self, descriptor: int | None, data_bytes: int, blob_bytes: int) -> None:
+        """Map the slots that come with a rank; without a descriptor it has none, and a mapping of before is dropped."""
+        if descriptor is not None:
+            self.map_slots(descriptor, data_bytes, blob_bytes)
+        elif self.slots is not None:
+            self.slots.close()
+            self.slots = None
+
     def slots_for(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> SlotFile:
         """Slots that hold at least these sizes; blocks until the launcher grants them if there are none."""
         slots = self.slots

@@ -107,7 +107,7 @@ class World:
             c.Kill: self._on_kill,
             c.SetHotInterval: self._on_interval,
             c.GrantSlots: lambda command: None,
-            c.DropSlots: lambda command: self.storage.drop_slots(),
+            c.DropSlots: lambda command: self.storage.drop_slots(command.num_ranks),
             c.PublishSealed: self._on_publish,
             c.StrandSlots: self._on_strand,
             c.StartSave: self._on_start_save,
@@ -188,7 +188,7 @@ class World:
         waiting = launcher.groups.setdefault(generation, {}).setdefault(what, {})
         waiting[worker.number] = then
         members = launcher.members[generation]
-        if len(members) < self.config.num_ranks:
+        if len(members) < launcher.machine.world_size:
             self._break_off(worker)
         elif len(waiting) == len(members):
             for number in sorted(waiting):

@@ -71,9 +71,9 @@ class Storage:
     def __post_init__(self) -> None:
         self.drop_slots()
 
-    def drop_slots(self) -> None:
-        """Every hot slot is lost."""
-        self.slots = [Slots() for _ in range(self.num_ranks)]
+    def drop_slots(self, num_ranks: int | None = None) -> None:
+        """Every hot slot is lost; `num_ranks` ranks get new ones (None: all there can be)."""
+        self.slots = [Slots() for _ in range(self.num_ranks if num_ranks is None else num_ranks)]
 
     def is_abandoned(self, generation: int, step: int) -> bool:
         """A fence of a later generation lies below the step."""
