@@ -32,11 +32,12 @@ class DrivenMachine:
         num_standbys: int = 1,
         limits: Limits | None = None,
         start: MachineStart | None = None,
+        history: History | None = None,
         **settings: Any,
     ) -> None:
         """`settings`: further fields of `MachineConfig`."""
         self.clock = ManualClock(start_ns=1_000_000_000)
-        self.history = History()
+        self.history = history or History()
         self.commands: list[c.Command] = []
         self.records: list[Record] = []
         config = MachineConfig(
