@@ -154,7 +154,7 @@ class PositionedSampler:
         entries = iter(indices)
         chain = _pass_over(entries, current)
         number = current.num_batches
-        source = xxhash.xxh3_128_hexdigest(repr(current.drawn).encode())
+        source = _seed_source(current)
         entry = next(entries, None)
         end_of_draw()
         while entry is not None:
@@ -176,6 +176,13 @@ def _pass_over(entries: Iterator[Any], current: Iteration) -> int:
             "its data set, batch size or seed has changed, or its sampler draws numbers that belong to nobody's state"
         )
     return chain
+
+
+def _seed_source(current: Iteration) -> str:
+    """What workers are seeded from: the streams that torch's own loader takes their seed from, and no other."""
+    assert current.drawn is not None
+    streams = f"{current.drawn['global']['torch']}/{current.drawn['generator']}"
+    return xxhash.xxh3_128_hexdigest(streams.encode())
 
 
 def _link(chain: int, entry: Any) -> int:
