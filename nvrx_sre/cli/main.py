@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "events": "nvrx_sre.cli.events:command",
     "runs": "nvrx_sre.cli.runs:command",
     "exporter": "nvrx_sre.cli.exporter:command",
+    "policy": "nvrx_sre.cli.policy:command",
     "halt": "nvrx_sre.cli.halt:halt",
     "resume": "nvrx_sre.cli.halt:resume",
     "brake": "nvrx_sre.cli.brake:command",

@@ -57,6 +57,10 @@ class RunOptions:
     allow_brake: bool = False
     rank_metrics: RankMetrics | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    min_world_size: int | None = None
+    """None: every rank is needed."""
+    world_multiple: int = 1
+    tunes_deadlines: bool = False
 
 
 def _load_config(ctx: click.Context, _: click.Parameter, value: Path | None) -> Path | None:
@@ -101,6 +105,27 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option("--name", metavar="NAME", help="Run name.  [default: the run directory's, else the script's]"),
     click.option(
         "--standbys", type=click.IntRange(0), default=1, show_default=True, metavar="N", help="Warm spare processes."
+    ),
+    click.option(
+        "--min-world-size",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Go on with as few ranks when a device fails again and again.  [default: all]",
+    ),
+    click.option(
+        "--world-multiple",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Ranks that can only take part together.",
+    ),
+    click.option(
+        "--deadlines",
+        type=click.Choice(["fixed", AUTO]),
+        default="fixed",
+        show_default=True,
+        help="Progress deadlines as configured, or tightened to a multiple of what phases take.",
     ),
     click.option(
         "--save-every",
@@ -220,6 +245,9 @@ _SHARED = (
     "run_dir",
     "name",
     "standbys",
+    "min_world_size",
+    "world_multiple",
+    "deadlines",
     "save_every",
     "hot_every",
     "hot_slots",
@@ -277,6 +305,9 @@ def _build(values: dict[str, Any]) -> RunOptions:
         allow_brake=values["allow_brake"],
         rank_metrics=None if values["rank_metrics"] is None else RankMetrics(values["rank_metrics"]),
         labels=dict(map(_label, values["labels"])),
+        min_world_size=values["min_world_size"],
+        world_multiple=values["world_multiple"],
+        tunes_deadlines=values["deadlines"] == AUTO,
     )
 
 
@@ -320,7 +351,9 @@ def build_run_config(
         run_dir=options.run_dir,
         command=command,
         nproc=nproc,
-        min_world_size=max(nproc, 1),
+        min_world_size=max(nproc, 1) if options.min_world_size is None else options.min_world_size,
+        world_multiple=options.world_multiple,
+        tunes_deadlines=options.tunes_deadlines,
         num_standbys=options.standbys,
         save_every=options.save_every,
         hot_every=options.hot_every,

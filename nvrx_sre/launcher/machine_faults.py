@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.channel import Fault
-from nvrx_sre.events.schema import Action, Detector, FaultClass, FaultDetected, Layer, Phase, RestartDecided
+from nvrx_sre.events.schema import Action, Detector, FaultClass, FaultDetected, Layer, Phase
 from nvrx_sre.launcher.commands import Exited
 from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_job import Job, Stage
@@ -200,7 +200,7 @@ class Faults:
             job.wall_ns(now_ns),
             job.config.limits.caps,
         )
-        job.emit(_decided(decision), rank, generation)
+        job.emit(decision.event(), rank, generation)
         job.fault_serial += 1
         if decision.action is Action.RESTART:
             self._commits.incident_high_water = self._commits.high_water
@@ -254,17 +254,3 @@ class Faults:
             pid=None if fault.root is None or not fault.root.pid else fault.root.pid,
             device=self._job.device(rank),
         )
-
-
-def _decided(decision: Decision) -> RestartDecided:
-    return RestartDecided(
-        action=decision.action,
-        layer=decision.layer,
-        reason=decision.reason,
-        backoff_s=decision.backoff_s,
-        exit_code=decision.exit_code,
-        restarts_since_progress=decision.restarts_since_progress,
-        checkpoints_back=decision.checkpoints_back,
-        budget_used=decision.budget_used,
-        budget_limit=decision.budget_limit,
-    )

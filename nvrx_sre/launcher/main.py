@@ -12,6 +12,7 @@ import contextlib
 import platform
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -41,11 +42,14 @@ from nvrx_sre.launcher.machine_interval import PROBE_EVERY
 from nvrx_sre.launcher.past import Past, read_past
 from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
+from nvrx_sre.policy.membership import members
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
 from nvrx_sre.telemetry.node_board import rank_metrics_in_force
 
 Sink = Callable[[Record], None]
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread of telemetry may keep the interpreter from the loop, which gives it up at every packet (seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +64,11 @@ class RunReport:
 
 
 def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
-    """Run until the end; blocks. Children, sockets and shared memory are gone when it returns.
+    """Run until the end; blocks, main thread only. Children, sockets and shared memory are gone when it returns.
 
     Raises `UserError` or `RunDirectoryBusy` for what is wrong before anything was started.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     directory = RunDirectory(config.run_dir)
     directory.prepare(config.run, config.config_items)
     epoch = directory.take_epoch()
@@ -81,6 +86,13 @@ def _refusal(directory: RunDirectory, past: Past, config: RunConfig) -> str:
     if directory.halt.exists() or (stopped and not config.start_fresh):
         why = stopped or "a halt was requested"
         return f"run {config.run} was stopped: {why}; `nvrx-sre resume {directory.path} --reason TEXT` lets it go on"
+    world = members(_machine_config(config).devices, past.folds.history.excluded, config.world_multiple)
+    if len(world) < config.min_world_size:
+        excluded = ", ".join(past.folds.history.excluded)
+        return (
+            f"run {config.run} can have {len(world)} ranks without the excluded devices ({excluded}), it needs "
+            f"{config.min_world_size}; `nvrx-sre resume {directory.path} --reason TEXT` takes them in again"
+        )
     return ""
 
 

@@ -19,6 +19,8 @@ from nvrx_sre.events.schema import FaultClass, Layer
 
 SPAWN_FAILED_EXIT = 127
 """Exit code that stands for 'the process could not be started' (the shell's convention, POSIX sh)."""
+_SIGBUS = 7
+"""A store into shared memory that has no page left to give (Linux): loader workers and /dev/shm."""
 _FINGERPRINT_HEX = 16
 
 
@@ -73,6 +75,8 @@ def classify_exit(exit_code: int | None, signal: int | None, oom: bool, before_f
     `oom`: the cgroup's oom_kill counter rose with it. `before_first_step`: no step of the run was ever
     committed, so the program has not been shown to work.
     """
+    if signal == _SIGBUS:
+        return FaultClass.SHM_EXHAUSTED
     if signal is not None:
         return FaultClass.OOM_KILL if oom else FaultClass.KILLED
     if exit_code == ExitCode.CONFIG:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from nvrx_sre.core.errors import ExitCode, NothingRestorable
 from nvrx_sre.core.limits import CapLimits
-from nvrx_sre.events.schema import Action, Cap, FaultClass, Layer
+from nvrx_sre.events.schema import Action, Cap, FaultClass, Layer, RestartDecided
 from nvrx_sre.policy.caps import Budgets, PolicyFault, evaluate
 from nvrx_sre.policy.classify import RULES, RetryClass
 from nvrx_sre.policy.history import History
@@ -58,6 +58,20 @@ class Decision:
     budget_used: dict[str, int]
     budget_limit: dict[str, int]
     is_excluding: bool = False
+
+    def event(self) -> RestartDecided:
+        """The decision as it is recorded."""
+        return RestartDecided(
+            action=self.action,
+            layer=self.layer,
+            reason=self.reason,
+            backoff_s=self.backoff_s,
+            exit_code=self.exit_code,
+            restarts_since_progress=self.restarts_since_progress,
+            checkpoints_back=self.checkpoints_back,
+            budget_used=self.budget_used,
+            budget_limit=self.budget_limit,
+        )
 
 
 def decide(history: History, fault: PolicyFault, now_ns: int, limits: CapLimits) -> Decision:

@@ -71,7 +71,7 @@ def test_every_command_shown_exists(page: str, command: str, capsys: pytest.Capt
     """Its command and its flags are in the program's help, where it is not run for real."""
     words = command.split()[1:]
     name = [word for word in words[:2] if word.isalpha()]
-    group = name if name[0] in ("bench", "checkpoint") else name[:1]
+    group = name if name[0] in ("bench", "checkpoint", "policy") else name[:1]
     assert main([*group, "--help"]) == 0, f"{page}: {command}"
     shown = capsys.readouterr().out
     flags = {word.split("=")[0] for word in words if word.startswith("--")}

@@ -31,6 +31,7 @@ def report(fault: str, *, communication: bool = False) -> Fault:
         (None, 9, False, False, FaultClass.KILLED),
         (None, 9, True, False, FaultClass.OOM_KILL),
         (None, 11, False, True, FaultClass.KILLED),
+        (None, 7, False, False, FaultClass.SHM_EXHAUSTED),
         (1, None, False, True, FaultClass.STARTUP),
         (1, None, False, False, FaultClass.EXCEPTION),
         (0, None, False, False, FaultClass.OTHER),
