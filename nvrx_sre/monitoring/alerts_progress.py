@@ -155,7 +155,7 @@ def _run_stalled(read: Readings) -> AlertRule:
         verdict="stalled: no step and no fault",
         severity="critical",
         expr=f"(time() - ({current}))\n> {on_phase}\n{ratio} * {phase}\n"
-        f"unless {read.on}\n({stepping})\n"
+        f"unless {read.on}\n({stepping})\nunless {read.on}\n({_drains(read)})\n"
         f"and {read.on}\n({read.answers(read.values.launcher_stuck_window_s)})\n{read.expected}",
         keep_firing_s=read.values.hold_s,
         meaning="No step for a multiple of the deadline of the phase that the run is in, and no fault was detected: "
@@ -167,6 +167,14 @@ def _run_stalled(read: Readings) -> AlertRule:
             "`nvrx-sre runbook NvrxRunStalled` says what to do."
         ),
     )
+
+
+def _drains(read: Readings) -> str:
+    """A save is in flight, or was a moment ago: a run that has done its steps waits for the last one, within limits."""
+    limit = read.top(catalog.LIMIT, limit="deadlines.final_drain_s")
+    window = duration(read.values.launcher_stuck_window_s)
+    saving = f"(max_over_time({read.of(catalog.SAVE_STARTED)}[{window}]) > 0)"
+    return f"{saving} and {read.on} (time() - {read.of(catalog.LAST_STEP)}) <= {read.on} {limit}"
 
 
 def _step_deadline(read: Readings) -> str:

@@ -80,6 +80,7 @@ _LIVE: tuple[tuple[Metric, tuple[str, ...]], ...] = (
     (catalog.CHECKPOINT_INTERVAL, ()),
     (catalog.CHECKPOINT_WRITE_SECONDS, ()),
     (catalog.CHECKPOINT_SATURATION, ()),
+    (catalog.SAVE_STARTED, ()),
     (catalog.CHECKPOINT_SIZE, ()),
     (catalog.STEP_SECONDS, ()),
     (catalog.STEP_REFERENCE, ()),

@@ -173,6 +173,8 @@ class Run:
             (name[catalog.CHECKPOINT_SATURATION],): 0.03,
             (name[catalog.CHECKPOINT_SIZE],): 1e9,
             (name[catalog.LIMIT], "telemetry.loop_unhealthy_s"): 5,
+            (name[catalog.LIMIT], "deadlines.final_drain_s"): 300,
+            (name[catalog.SAVE_STARTED],): 0,
             (name[catalog.RENDEZVOUS_NODES], "missing"): 0,
             (name[catalog.WORLD_SIZE],): 4,
             (name[catalog.WORLD_SIZE_CONFIGURED],): 4,

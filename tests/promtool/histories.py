@@ -188,6 +188,7 @@ def stalls(v: Values) -> list[Run]:
     step, evaluate = ratio * DEADLINES["step"], ratio * DEADLINES["evaluate"]
     entered = catalog.PHASE_ENTERED.name
     stop = [*BEGIN, (600, "stop")]
+    saving = (catalog.SAVE_STARTED.name,)
     return [
         Run("stalled", stop, {STALLED: [(600 + step, END)]}),
         Run("stalled-scrapes-lost", stop, {STALLED: [(600 + step, END)]}, lost=(600, 2400, 0)),
@@ -198,6 +199,8 @@ def stalls(v: Values) -> list[Run]:
             [*stop, (1500, "fault"), (1510, "progress")],
             {STALLED: [(600 + step, 1500 + v.hold_s)]},
         ),
+        Run("last-save-of-a-run", [*stop, (890, "finished")], levels={saving: jump(600, 0, 600)}),
+        Run("stalled-while-saving", stop, {STALLED: [(900, END)]}, levels={saving: jump(600, 0, 600)}),
         Run("not-stalled-yet", [*stop, (600 + step - 5, "train")]),
         Run(
             "stalled-in-data",

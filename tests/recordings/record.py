@@ -1,8 +1,7 @@
 """Records what Prometheus would have scraped of real runs: `python -m tests.recordings.record [NAME ...]`.
 
 Each recording is a JSON file beside this one: the command, and every series that the rules read, as it was scraped
-once a second from the real endpoint of a real launcher (null where the scrape failed), changes only; and the run's
-journal beside it. Times are seconds since the recording's beginning; the host and paths are taken out. The runs take
+once a second from the real endpoint of a real launcher (null where the scrape failed), changes only. Times are seconds since the recording's beginning; the host and paths are taken out. The runs take
 about two minutes; they are recorded once, so that the tests replay the same samples on any machine.
 """
 
@@ -56,6 +55,8 @@ def _stop(popen: subprocess.Popen[str], index: int) -> None:
 
 
 STOP_AT, CONTINUE_AT = 12, 30
+JOURNALS = ("crash_loop",)
+"""Runs whose journal is kept too: the runbooks' commands are tried on it."""
 RUNS: dict[str, tuple[list[str], Callable[[subprocess.Popen[str], int], None]]] = {
     "recovery": (["--steps", "300", "--fault", "exception@1:20"], _leave),
     "crash_loop": (["--steps", "40", "--fault", "exception@1:20x*"], _leave),
@@ -79,10 +80,15 @@ def record(name: str) -> dict[str, Any]:
         journal = [
             line for path in sorted((run_dir / "journal").glob("*.jsonl")) for line in path.read_text().splitlines()
         ]
-    text = json.dumps(journal).replace(str(ROOT), ".").replace(root, ".").replace(socket.gethostname(), "node-1")
-    (HERE / f"{name}.jsonl").write_text("\n".join(json.loads(text)) + "\n")
+    if name in JOURNALS:
+        _keep_journal(name, journal, root)
     command = " ".join(["nvrx-sre", *arguments]).replace(str(run_dir), name)
     return {"command": command, "interval_s": SCRAPE_S, "until_s": max(scrapes), "series": _series(scrapes, begin_s)}
+
+
+def _keep_journal(name: str, journal: list[str], root: str) -> None:
+    text = json.dumps(journal).replace(str(ROOT), ".").replace(root, ".").replace(socket.gethostname(), "node-1")
+    (HERE / f"{name}.jsonl").write_text("\n".join(json.loads(text)) + "\n")
 
 
 def _scrapes(
@@ -123,7 +129,8 @@ def wanted() -> frozenset[str]:
 
 def _key(name: str, labels: dict[str, str]) -> str:
     kept = {key: value for key, value in labels.items() if key in ("priority", "catalog") or not name.endswith("_info")}
-    inner = ",".join(f'{key}="{value}"' for key, value in sorted(kept.items()) if key != "run")
+    named = ((key, value.replace(socket.gethostname(), "node-1")) for key, value in sorted(kept.items()))
+    inner = ",".join(f'{key}="{value}"' for key, value in named if key != "run")
     return f"{name}{{{inner}}}"
 
 
