@@ -401,7 +401,7 @@ def decode(packet: bytes) -> Message:
 
 
 def _of_fields(cls: type[Message], names: tuple[str, ...], unpacked: tuple[Any, ...]) -> Message:
-    """A message of the hot path from its struct; the frozen class itself would set field by field, at twice the cost."""
+    """A message of the hot path from its struct; the frozen class sets field by field, at twice the cost."""
     message = object.__new__(cls)
     message.__dict__.update(zip(names, unpacked[1:], strict=True))
     return message

@@ -72,6 +72,8 @@ class JournalWriter:
         self.num_dropped = 0
         self.num_errors = 0
         self.last_error = ""
+        self.on_error: Callable[[str], None] = lambda _: None
+        """Hears of each failure, on the writer's thread."""
         self._thread = threading.Thread(target=self._main, name="nvrx-journal", daemon=True)
         self._thread.start()
 
@@ -194,6 +196,7 @@ class JournalWriter:
             self.num_errors += 1
             self.last_error = message
             self._failed = failed or self._failed
+        self.on_error(message)
 
     def _write(self, content: bytes) -> None:
         view = memoryview(content)

@@ -31,6 +31,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from nvrx_sre.core import http_server
+from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.secret_files import is_one_of, read_secret_lines
 from nvrx_sre.core.tls import is_loopback, server_context
@@ -39,6 +40,10 @@ MAX_REQUESTS = 32
 """Requests served at a time; further connections are closed. Scrapes wait for one rendering that they share."""
 REQUEST_TIMEOUT_S = 10.0
 """Longest life of a connection, however slow the client is."""
+REST_FACTOR = 4
+"""A rendering may take a fifth of the time, however many scrape: the launcher's loop shares the interpreter with it."""
+MAX_REST_S = 0.1
+"""Longest rest; a rendering that was slow waited for a disk."""
 MAX_KEPT = 4
 """Forms of the exposition whose newest rendering is kept."""
 LIMITS = http_server.ServerLimits(max_requests=MAX_REQUESTS, deadline_s=REQUEST_TIMEOUT_S)
@@ -89,10 +94,13 @@ class EndpointSecurity:
 class SharedAnswers:
     """One `make` at a time; its answer goes to everybody who asked for the same `key` before it began.
 
-    Thread-safe. Bounded: it keeps the newest answer of at most `MAX_KEPT` keys.
+    After each it rests for as long as it worked, times `REST_FACTOR`: whoever asks again at once waits, and a lone
+    scraper never notices. Thread-safe. Bounded: it keeps the newest answer of at most `MAX_KEPT` keys.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._rests_until_ns = 0
         self._changed = threading.Condition()
         self._num_begun = 0
         self._is_making = False
@@ -102,24 +110,35 @@ class SharedAnswers:
         """An answer whose making began after this call. Blocks for it; raises what `make` raises, to its caller."""
         with self._changed:
             wanted = self._num_begun + 1
-            while self._is_making:
-                self._changed.wait()
+            while not self._may_begin():
                 number, answer = self._answers.get(key, (0, b""))
                 if number >= wanted:
                     return answer
             self._is_making = True
             self._num_begun += 1
             number = self._num_begun
-        made = None
+        made, begun_ns = None, self._clock.monotonic_ns()
         try:
             made = make()
             return made
         finally:
             with self._changed:
                 self._is_making = False
+                now_ns = self._clock.monotonic_ns()
+                self._rests_until_ns = now_ns + min(to_ns(MAX_REST_S), REST_FACTOR * (now_ns - begun_ns))
                 if made is not None:
                     self._keep(key, number, made)
                 self._changed.notify_all()
+
+    def _may_begin(self) -> bool:
+        """True if nothing is being made and the rest after the last one is over; else waits for a change."""
+        if self._is_making:
+            self._changed.wait()
+            return False
+        rest_ns = self._rests_until_ns - self._clock.monotonic_ns()
+        if rest_ns > 0:
+            self._changed.wait(seconds(rest_ns))
+        return rest_ns <= 0
 
     def _keep(self, key: str, number: int, answer: bytes) -> None:
         if key not in self._answers and len(self._answers) >= MAX_KEPT:

@@ -122,6 +122,7 @@ class Telemetry:
             config.metrics_security,
         )
         self.journal = JournalWriter(self.run_dir / "journal", self.run, config.epoch, limits=self.limits.telemetry)
+        self.journal.on_error = lambda message: self.boundary.failed(Component.JOURNAL, message)
         self._log_sink: SinkThread[LogItem] = SinkThread(Component.LOG, self._write_log, self.boundary)
         self._note_sink: SinkThread[str] = SinkThread(Component.LOG, self._write_notes, self.boundary)
         self._span_file = SpanFile(self.run_dir / "spans.jsonl")
@@ -254,9 +255,8 @@ class Telemetry:
         return counts
 
     def num_errors(self) -> dict[Component, int]:
-        """Failures swallowed by component, the journal's included."""
+        """Failures swallowed by component."""
         counts = self.boundary.num_errors()
-        counts[Component.JOURNAL] += self.journal.num_errors
         counts[Component.CHANNEL] += self.channel_losses[1]
         return counts
 

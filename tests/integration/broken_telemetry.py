@@ -1,6 +1,7 @@
-"""The command line with a telemetry of which every part raises: python -m tests.integration.broken_telemetry ARGUMENTS.
+"""The command line with a telemetry that fails wherever it can: python -m tests.integration.broken_telemetry ARGUMENTS.
 
-Journal, span exporter, metrics and log handler fail at every record; folds and endpoint stay as they are.
+Spans' file, metrics and log handler raise at every record; ranks run `tests.integration.noisy_rank`. Folds, journal and
+endpoint stay as they are: their disks, collectors and scrapers are the test's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ import sys
 
 from nvrx_sre.cli.main import main
 from nvrx_sre.core.clock import Clock
+from nvrx_sre.events.schema import Role
+from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import main as launcher
+from nvrx_sre.launcher.effects import Effects
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
 
 
@@ -23,12 +27,23 @@ class BrokenTelemetry(Telemetry):
 
     def __init__(self, config: TelemetryConfig, clock: Clock | None = None) -> None:
         super().__init__(config, clock)
-        self.journal.append = fail  # type: ignore[method-assign]
         self.metrics.apply = fail  # type: ignore[method-assign]
         self._log_sink._handle = fail
-        self._span_sink._handle = fail
+        self._span_file.write = fail  # type: ignore[assignment, method-assign]
+
+
+_arguments = Effects._arguments
+
+
+def noisy(self: Effects, command: c.Spawn) -> list[str]:
+    """What a child runs, with a noise before it if it is a rank."""
+    module, bootstrap, *rest = _arguments(self, command)
+    if command.role is Role.WRITER:
+        return [module, bootstrap, *rest]
+    return [module, bootstrap, "-m", "tests.integration.noisy_rank", *rest[1:]]
 
 
 if __name__ == "__main__":
     launcher.Telemetry = BrokenTelemetry  # type: ignore[misc]
+    Effects._arguments = noisy  # type: ignore[method-assign]
     sys.exit(main())

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,10 +75,12 @@ def logs(run_dir: Path) -> Iterator[str]:
         yield f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}"
 
 
-def start(arguments: list[str], module: str = "nvrx_sre", **environment: str) -> subprocess.Popen[str]:
-    """Start `nvrx-sre ARGUMENTS` as the leader of its own process group."""
+def start(
+    arguments: list[str], module: str = "nvrx_sre", *, prefix: Sequence[str] = (), **environment: str
+) -> subprocess.Popen[str]:
+    """Start `nvrx-sre ARGUMENTS` as the leader of its own process group, by the command `prefix` if there is one."""
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        [*prefix, sys.executable, "-m", module, *arguments],
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

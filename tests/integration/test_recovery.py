@@ -163,18 +163,6 @@ def is_of_the_save(record: Record) -> bool:
     )
 
 
-@pytest.mark.parametrize("oracle", [2], indirect=True)
-def test_c52_broken_telemetry_changes_neither_training_nor_recovery(oracle: tuple[int, Ended], tmp_path: Path) -> None:
-    """Journal, span exporter, metrics and log handler raise at every record: same digests, same recoveries, exit 0."""
-    arguments = train_arguments(tmp_path / "run", *fault_arguments("exception@1:5", "sigkill@0:10"))
-    ended = finish(start(arguments, "tests.integration.broken_telemetry"), tmp_path / "run")
-    assert ended.exit_code == 0, ended.explain()
-    assert [ended.summary[name] for name in DIGESTS] == [oracle[1].summary[name] for name in DIGESTS]
-    recovered_in = [(item["layer"], item["verdict"]) for item in ended.summary["incidents"]]
-    assert recovered_in == [("in_process", "recovered"), ("worker", "recovered")]
-    assert ended.records == [] and ended.summary["telemetry"]["events"] > 0
-
-
 def test_a_replay_that_differs_ends_the_run(tmp_path: Path) -> None:
     """The data changes under a run, which then goes back to a checkpoint: exit 70, one line, counted."""
     data = tmp_path / "text"
