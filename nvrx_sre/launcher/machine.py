@@ -275,6 +275,7 @@ class Machine:
             self._job.emit(entered, child.rank)
 
     def _on_step(self, child: Child, message: wire.Step, now_ns: int) -> None:
+        num_before = self._commits.num_committed
         self._generation.on_step(child, message, now_ns)
         diverged = self._commits.divergence
         if diverged is not None and self._job.config.exact_replay:
@@ -282,7 +283,7 @@ class Machine:
             bits = f"bits {diverged.actual}, at first {diverged.expected}"
             self._shutdown.stop(ExitCode.INTERNAL, f"{why} ({bits}): a restored state is not the one saved", now_ns)
             return
-        if self._commits.incident_high_water is None and self._commits.num_committed:
+        if self._commits.incident_high_water is None and self._commits.num_committed > num_before:
             self._recovery.refill_standbys(now_ns)
 
     def _on_restored(self, child: Child, message: wire.Restored, now_ns: int) -> None:

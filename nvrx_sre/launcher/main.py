@@ -49,7 +49,7 @@ from nvrx_sre.telemetry.node_board import rank_metrics_in_force
 
 Sink = Callable[[Record], None]
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread of telemetry may keep the interpreter from the loop, which gives it up at every packet (seconds)."""
+"""How long a thread may keep the interpreter from the loop, which gives it up at every packet (seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)
