@@ -144,14 +144,15 @@ class Commits:
         state = self._ranks[rank]
         if message.step <= state.step:
             return []
-        is_slowest = state.step == self.step
         self._num_at[state.step] -= 1
         self._num_at[message.step] += 1
+        if not self._num_at[state.step]:
+            del self._num_at[state.step]
         state.step = message.step
         state.waiting[message.step] = message
-        while is_slowest and not self._num_at[self.step]:
-            del self._num_at[self.step]
-            self._commit(self.step + 1, rank, message.mono_ns)
+        newest = min(self._num_at)  # as many as there are steps between the slowest and the fastest rank
+        for step in range(self.step + 1, newest + 1):
+            self._commit(step, rank, message.mono_ns)
         return self._settle()
 
     def seal(self, rank: int, message: SealedReport) -> list[Committed]:
