@@ -116,7 +116,7 @@ def from_records(records: Iterable[Record]) -> Measured:
             num_warm += event.warm
         elif isinstance(event, GenerationFormed):
             fresh_generation = True
-        elif isinstance(event, StepsCommitted) and event.kind is StepKind.NEW:
+        elif isinstance(event, StepsCommitted) and event.kind is StepKind.NEW and not event.proven_by_restore:
             if not fresh_generation:
                 steps.append(_per_step(event))
             fresh_generation = False

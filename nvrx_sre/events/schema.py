@@ -148,6 +148,10 @@ class StepsCommitted(Event):
     them began (the commit before it, or entry into the step loop), `committed_ns` when the last was
     committed by the slowest rank. The four times sum to about `committed_ns - started_ns` and are those of
     the rank that committed last.
+
+    `proven_by_restore`: an earlier generation executed them, a fault or the launcher's end swallowed what the ranks
+    said of it, and the state that the record's generation restores proves it. They are counted; their time is booked
+    already, so the record has none, and they are no progress since the fault.
     """
 
     kind: StepKind
@@ -164,6 +168,7 @@ class StepsCommitted(Event):
     hot_sealed_step: int
     hot_captured: int
     hot_skipped: int
+    proven_by_restore: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,6 +218,9 @@ class IncidentTracker(Snapshotted):
         return []
 
     def _on_steps_committed(self, record: Record, event: schema.StepsCommitted) -> list[FollowUp]:
+        if event.proven_by_restore:
+            self._raise_high_water(event.last_step)
+            return []
         self._last_commit_ns = max(self._last_commit_ns or 0, min(event.committed_ns, record.time_ns))
         incident = self.open
         if incident is None:
@@ -230,6 +233,15 @@ class IncidentTracker(Snapshotted):
             follow_ups.append(self._resume(incident, event))
         sealed = event.hot_sealed_step if incident.layer is not Layer.JOB else -1
         return follow_ups + self._confirm(max(sealed, self._verified_step), record.time_ns)
+
+    def _raise_high_water(self, step: int) -> None:
+        """Steps up to `step` were executed before the newest fault: passing them is no progress."""
+        incident = self.open
+        if incident is None:
+            return
+        incident.high_water = max(incident.high_water, step)
+        if incident.attempts == 1:
+            incident.first_high_water = max(incident.first_high_water, step)
 
     def _resume(self, incident: Incident, event: schema.StepsCommitted) -> FollowUp:
         """The first step above H inside an aggregate is placed evenly; alone it is exact."""

@@ -260,6 +260,10 @@ class Ledger(Snapshotted):
                 self._activities[rank] = _Activity.STEPPING
 
     def _on_steps_committed(self, _: Record, event: schema.StepsCommitted) -> None:
+        if event.proven_by_restore:
+            self._high_water = max(self._high_water, event.last_step)
+            self._first.add(event.last_step, 0)
+            return
         self._advance(event.started_ns, stepping=LedgerState.OTHER)
         spent_ns = self._split(event)
         num_steps = event.last_step - event.first_step + 1

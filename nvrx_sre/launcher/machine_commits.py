@@ -116,13 +116,15 @@ class Commits:
         self.num_committed = 0
         self._last_committed_ns = 0
 
-    def restored(self, step: int) -> None:
+    def restored(self, step: int, mono_ns: int) -> None:
         """Every rank holds the state of `step`: what was sealed above it is void.
 
-        A step that all ranks had captured but not all had reported is committed by this.
+        A rank seals beside its report, which dies with it or comes after the fault; a launcher dies with what it had
+        not recorded. What is restored was executed, so it is committed here unless it was before.
         """
+        if step > self.high_water:
+            self._record_proven(step, mono_ns)
         self.step = step
-        self.high_water = max(self.high_water, step)
         for rank in self._ranks:
             rank.step = max(rank.step, step)
         self._num_at = Counter(rank.step for rank in self._ranks)
@@ -185,6 +187,32 @@ class Commits:
                 hot_sealed_step=-1 if self.sealed is None else self.sealed.step,
                 hot_captured=item.totals.captured,
                 hot_skipped=item.totals.skipped,
+            )
+        )
+
+    def _record_proven(self, step: int, mono_ns: int) -> None:
+        """Commit the steps above H up to `step`, whose time and cost are not known."""
+        first_step, self.high_water = self.high_water + 1, step
+        if self.incident_high_water is not None:
+            self.incident_high_water = step
+        known_ns = self._job.wall_ns(mono_ns)
+        self._job.emit(
+            StepsCommitted(
+                kind=StepKind.NEW,
+                first_step=first_step,
+                last_step=step,
+                started_ns=known_ns,
+                committed_ns=known_ns,
+                step_s=0.0,
+                data_s=0.0,
+                checkpoint_block_s=0.0,
+                evaluate_s=0.0,
+                tokens=0,
+                loss=None,
+                hot_sealed_step=-1,
+                hot_captured=0,
+                hot_skipped=0,
+                proven_by_restore=True,
             )
         )
 

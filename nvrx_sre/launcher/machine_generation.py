@@ -167,16 +167,17 @@ class Generation:
         )
 
     def _all_restored(self, step: int, source: RestoredFrom) -> None:
-        job, high_water = self._job, self._commits.high_water
+        job = self._job
         self._is_restored = True
+        slowest = max(self._restored.values(), key=lambda item: item.mono_ns)
+        self._commits.restored(step, slowest.mono_ns)
+        high_water = self._commits.high_water
         if step < high_water or (high_water > 0 and source is not RestoredFrom.HOT):
             job.emit(RolledBack(step=step, high_water=high_water, source=source))
             job.command(Fence(generation=job.generation, step=step))
             self._saves.fence(step)
-        self._commits.restored(step)
         job.hot_allowed = True
         job.checkpoints_back = 0
-        slowest = max(self._restored.values(), key=lambda item: item.mono_ns)
         job.emit(
             StateRestored(
                 step=step,

@@ -100,12 +100,9 @@ class History(Snapshotted):
             self._cure = Layer.JOB if event.action is Action.STOP else event.layer
         elif isinstance(event, SaveVerified):
             self.durable_step = max(self.durable_step, event.step)
-            self.high_water = max(self.high_water, event.step)
             self._progress = self._progress or self._beyond_fault(event.step)
         elif isinstance(event, StateRestored):
-            # A launcher that was killed may not have recorded the commits which a restore proves.
             self.restored_step = event.step
-            self.high_water = max(self.high_water, event.step)
         else:
             self._apply_rare(event)
 

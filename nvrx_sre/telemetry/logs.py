@@ -115,6 +115,8 @@ def _closed(record: Record, event: schema.IncidentClosed) -> str:
 
 def _steps(_: Record, event: schema.StepsCommitted) -> str:
     spent_s = seconds(max(1, event.committed_ns - event.started_ns))
+    if event.proven_by_restore:
+        return f"step {event.last_step} was executed before the restart, as the restored state proves"
     loss = "" if event.loss is None else f", loss {event.loss:.4f}"
     kind = "" if event.kind is StepKind.NEW else " (redone)"
     return f"step {event.last_step}{kind}{loss}, {event.tokens / spent_s:,.0f} tokens/s"

@@ -170,6 +170,8 @@ class RunSeries(SeriesPart):
         self.values.add(catalog.STEPS, num_steps, event.kind)
         self.values.add(catalog.TOKENS, event.tokens, event.kind)
         self.values.set(catalog.STEP_HIGH_WATER, self._ledger.high_water)
+        if event.proven_by_restore:
+            return
         self.values.set(catalog.LAST_STEP, seconds(event.committed_ns))
         if event.loss is not None:
             self.values.set(catalog.LOSS, event.loss)

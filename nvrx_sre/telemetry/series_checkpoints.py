@@ -75,7 +75,7 @@ class CheckpointSeries(SeriesPart):
         self._end_save()
 
     def _on_steps_committed(self, _: Record, event: schema.StepsCommitted) -> None:
-        if event.kind is StepKind.NEW:
+        if event.kind is StepKind.NEW and not event.proven_by_restore:
             num_steps = event.last_step - event.first_step + 1
             self._step_s.append(seconds(max(0, event.committed_ns - event.started_ns)) / num_steps)
             self.values.set(catalog.CHECKPOINT_INTERVAL, self._save_every * statistics.median(self._step_s))

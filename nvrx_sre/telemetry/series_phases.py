@@ -87,7 +87,7 @@ class PhaseSeries(SeriesPart):
         self._count_nodes()
 
     def _on_steps_committed(self, _: Record, event: schema.StepsCommitted) -> None:
-        if self._tearing_down:
+        if self._tearing_down or event.proven_by_restore:
             return
         self._phases = dict.fromkeys(self._phases, Phase.STEP)
         self._enter(Phase.STEP, event.committed_ns)

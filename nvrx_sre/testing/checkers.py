@@ -47,7 +47,7 @@ class _Safety:
     formed: int = 0
     restored: int = -1
     step: int = 0
-    verified: int = -1
+    new_steps: set[int] = field(default_factory=set)
     seq: int = 0
     epoch: int = 0
     time_ns: int = 0
@@ -75,8 +75,6 @@ class _Safety:
     def _check_stamp(self, record: Record) -> None:
         if record.epoch > self.epoch:
             self.epoch, self.has_finished = record.epoch, False
-            # What a killed launcher had not recorded yet is proven by its verified saves.
-            self.high_water = max(self.high_water, self.verified)
             self.saves.clear()
         elif record.epoch < self.epoch or self.has_finished:
             self.problem(record, "recorded after the end of its epoch")
@@ -102,15 +100,20 @@ class _Safety:
             self.problem(record, f"generation {record.generation} restored, {self.formed} is formed")
         if event.step < self.high_water and (record.generation, event.step) not in self.fences:
             self.problem(record, f"went back to {event.step} below {self.high_water} without a fence")
+        if event.step > self.high_water:
+            self.problem(record, f"restored step {event.step}, which was executed and never counted")
         self.restored = record.generation
         self.step = event.step
-        self.high_water = max(self.high_water, event.step)
 
     def on_steps(self, record: Record, event: schema.StepsCommitted) -> None:
-        if record.generation != self.restored:
+        if event.proven_by_restore:
+            self._check_proven(record, event)
+        elif record.generation != self.restored:
             self.problem(record, f"steps of generation {record.generation}, {self.restored} is restored")
-        if event.first_step != self.step + 1 or event.last_step < event.first_step:
+        elif event.first_step != self.step + 1:
             self.problem(record, f"steps {event.first_step}..{event.last_step} follow {self.step}")
+        if event.last_step < event.first_step:
+            self.problem(record, f"steps {event.first_step}..{event.last_step}")
         is_new = event.first_step > self.high_water
         if is_new != (event.kind is StepKind.NEW) or (not is_new and event.last_step > self.high_water):
             self.problem(record, f"{event.kind} steps {event.first_step}..{event.last_step}, H is {self.high_water}")
@@ -118,7 +121,17 @@ class _Safety:
             self.problem(record, "committed before it started")
         self.step = event.last_step
         self.high_water = max(self.high_water, event.last_step)
+        if event.kind is StepKind.NEW:
+            self.new_steps.update(range(event.first_step, event.last_step + 1))
+        if len(self.new_steps) != self.high_water:
+            self.problem(record, f"{len(self.new_steps)} new steps were counted, H is {self.high_water}")
         self._progressed(event.hot_sealed_step, is_hot=True)
+
+    def _check_proven(self, record: Record, event: schema.StepsCommitted) -> None:
+        if record.generation != self.formed or self.restored == self.formed:
+            self.problem(record, "proven by a restore, but not just before one")
+        if event.committed_ns != event.started_ns or event.tokens or event.hot_sealed_step >= 0:
+            self.problem(record, "what a restore proves has no time, no tokens and no seal of its own")
 
     def on_fault(self, record: Record, event: schema.FaultDetected) -> None:
         if event.high_water != self.high_water:
@@ -179,7 +192,6 @@ class _Safety:
         if self.saves.get((record.generation, event.step)) != "committed":
             self.problem(record, f"verified step {event.step} that was not committed")
         self.saves[record.generation, event.step] = "verified"
-        self.verified = max(self.verified, event.step)
         self._progressed(event.step, is_hot=False)
 
     def on_save_failed(self, record: Record, event: schema.SaveFailed) -> None:

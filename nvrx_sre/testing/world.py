@@ -61,6 +61,8 @@ class WorldConfig:
     """A planted bug: a rank says that its slot is sealed while the copy runs."""
     drop_rate: float = 0.01
     """Share of step reports that are lost on the way (a full socket)."""
+    late_report_rate: float = 0.0
+    """Share of steps that a rank reports only once their capture is sealed: it may die, or be interrupted, before."""
     limits: Limits = SIMULATED_LIMITS
 
 

@@ -307,7 +307,10 @@ class SimWorker(SimChild):
                 then()
 
         self._in_thread(0.001, 0.06, copied)
-        self._report(slot, durable)
+        if world.config.late_report_rate and world.rng.random() < world.config.late_report_rate:
+            self._when_copied(lambda: self._report(slot, durable))
+        else:
+            self._report(slot, durable)
 
     def _in_thread(self, low_s: float, high_s: float, action: Callable[[], None]) -> None:
         """Like `later`, but an interrupt does not stop it."""

@@ -37,6 +37,7 @@ def without(records: list[Record], kind: type) -> list[Record]:
 TAMPERED: dict[str, Callable[[list[Record]], list[Record]]] = {
     "lost step": lambda records: changed(records, schema.StepsCommitted, 1, first_step=9),
     "silent rollback": lambda records: without(records, schema.RolledBack),
+    "executed and never counted": lambda records: changed(records, schema.StateRestored, -1, step=69),
     "nobody decided": lambda records: without(records, schema.RestartDecided),
     "never formed": lambda records: without(records, schema.GenerationFormed),
     "save without a start": lambda records: without(records, schema.SaveStarted),

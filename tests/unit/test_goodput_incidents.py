@@ -203,6 +203,22 @@ def test_the_first_step_above_the_high_water_mark_inside_an_aggregate_is_placed_
     assert only(story).outage_s == pytest.approx(again_s + 3.0 - 12.4)
 
 
+def test_a_step_that_a_restore_proves_is_no_progress() -> None:
+    """Step 10 was executed before the fault and its report lost: the outage lasts until step 11, rollback is 0."""
+    story, begin_s = begin()
+    story.steps(begin_s, 11.4, 1, 9)
+    story.fault(12.5, 12.6, FaultClass.EXCEPTION, 1)
+    story.torn_down(12.7)
+    story.steps(12.9, 12.9, 10, 10, proven_by_restore=True, hot_sealed_step=-1, tokens=0, loss=None)
+    assert track(story.records).open is not None
+    again_s = story.form(12.9, 10, RestoredFrom.HOT)
+    story.steps(again_s, 14.4, 11, 11)
+    incident = only(story)
+    assert incident.outage_s == pytest.approx(14.4 - 11.4)
+    assert incident.resume_s == pytest.approx(again_s - 12.5)
+    assert (incident.first_high_water, incident.rollback_steps) == (10, 0)
+
+
 def test_a_smaller_world_marks_the_incident_degraded() -> None:
     """Going on with fewer ranks is a recovery, but not a full one."""
     story, begin_s = begin()

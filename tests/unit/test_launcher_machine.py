@@ -189,6 +189,38 @@ def test_restore_below_the_high_water_is_fenced_before_it_is_told() -> None:
     assert [(item.generation, item.step) for item in driven.all(c.Fence)] == [(5, 0)]
 
 
+def test_a_restored_step_that_no_rank_could_report_is_committed_before_it() -> None:
+    """Both ranks sealed step 4 and one reported it: the restore proves it, so H is 4 and nothing is rolled back."""
+    driven = begun()
+    for step in range(1, 4):
+        driven.step(step)
+    driven.step(4, ranks=[0])
+    driven.raise_in(0, 5)
+    driven.leave_generation(0, 1)
+    driven.forget()
+    driven.restore(4, "hot")
+    proven = driven.events(schema.StepsCommitted)
+    assert [(item.kind, item.first_step, item.last_step) for item in proven] == [(StepKind.NEW, 4, 4)]
+    assert proven[0].proven_by_restore and proven[0].hot_sealed_step == -1
+    assert driven.order(schema.StepsCommitted, schema.StateRestored) == ["StepsCommitted", "StateRestored"]
+    assert driven.machine.high_water == 4
+
+
+def test_steps_that_a_killed_launcher_had_not_recorded_are_committed_before_the_rollback_record() -> None:
+    """Its journal ends at 17, its newest durable step is 20: 18 to 20 are counted once, and nothing was lost."""
+    start = MachineStart(generation=4, high_water=17, wall_offset_ns=EPOCH_NS, commits_on_record=True)
+    driven = DrivenMachine(start=start)
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    for rank in range(2):
+        driven.make_ready(driven.child_of(rank))
+    driven.restore(20, "durable")
+    order = driven.order(schema.StepsCommitted, schema.RolledBack, c.Fence, schema.StateRestored)
+    assert order == ["StepsCommitted", "RolledBack", "Fence", "StateRestored"]
+    assert [(item.first_step, item.last_step) for item in driven.events(schema.StepsCommitted)] == [(18, 20)]
+    assert [(item.step, item.high_water) for item in driven.events(schema.RolledBack)] == [(20, 20)]
+
+
 def test_redone_steps_are_told_apart() -> None:
     """At or below H a step is redone; the first new one after an incident is recorded alone."""
     driven = begun()

@@ -101,6 +101,23 @@ def test_c57_series_count_is_the_same_after_5_and_after_500_faults() -> None:
     assert counts[1][f"nvrx_faults_total[('fault', 'exception'), ('run', '{RUN}')]"] == 500.0
 
 
+def test_a_step_that_a_restore_proves_is_counted_and_has_no_time() -> None:
+    """Counted as new and part of H; when the last step ended, how long one takes and the ledger stay as they were."""
+    story, begin_s = begin()
+    story.steps(begin_s, 11.4, 1, 9)
+    story.fault(12.5, 12.6, FaultClass.EXCEPTION, 1)
+    story.torn_down(12.7)
+    board = Board(story.records)
+    before, booked = board.samples(), board.ledger.booked()
+    num_records = len(story.records)
+    story.steps(12.7, 12.7, 10, 10, proven_by_restore=True, hot_sealed_step=-1, tokens=0, loss=None, hot_captured=0)
+    board.apply(story.records[num_records:])
+    assert board.value(catalog.STEPS, "new") == board.value(catalog.STEP_HIGH_WATER) == 10
+    assert board.ledger.booked() == booked
+    changed = {series.split("[")[0] for series, value in board.samples().items() if before[series] != value}
+    assert changed == {"nvrx_steps_total", "nvrx_step_high_water", "nvrx_telemetry_events_total"}
+
+
 def test_c17_the_resumed_step_is_a_series() -> None:
     """-1 before anything was restored and after a fresh start, else the step; a fresh start is counted."""
     assert Board().value(catalog.RESTORED_STEP) == -1.0
