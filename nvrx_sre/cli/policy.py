@@ -286,7 +286,7 @@ def command() -> None:
 @click.option("--before-first-step", is_flag=True, help="No step of the run was ever committed.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array.")
 def explain(happenings: tuple[str, ...], as_json: bool, **options: Any) -> int:
-    """Show what would be decided about a sequence of faults, or what was decided in a run.
+    """Show what would be decided about faults, or was decided in a run.
 
     FAULT is CLASS[@RANK][:STEP][xN] (rank ? is unknown; without a step, the newest), `progress`, `resume`, or
     +SECONDS that pass.

@@ -109,7 +109,7 @@ class Faults:
             phase=at.phase,
             step=at.step + 1 if is_in_loop(at) else at.step,
             evidence_ns=at.progressed_ns,
-            message=f"no progress in {at.phase.value} for {hang.child.limit_s:g} s",
+            message=f"no progress in {at.phase.value} for {at.limit_s:g} s",
             min_layer=Layer.WORKER if lift else Layer.IN_PROCESS,
         )
 

@@ -55,8 +55,8 @@ _ORDER = (
     Cap.NONFINITE,
     Cap.UNKNOWN_PROGRESS,
     Cap.STORAGE,
-    Cap.SAME_FINGERPRINT,
     Cap.STARTUP,
+    Cap.SAME_FINGERPRINT,
     Cap.CONSECUTIVE,
     Cap.WINDOW,
     Cap.DEVICE,
@@ -97,8 +97,12 @@ def _at_once(history: History, limits: CapLimits) -> frozenset[Cap]:
     return _AT_ONCE | ({Cap.STORAGE} if is_unrecorded else set())
 
 
+def _passes_by_itself(fault: PolicyFault) -> bool:
+    return RULES[fault.fault].retry in (RetryClass.TRANSIENT, RetryClass.NODE)
+
+
 def _may_trip(fault: PolicyFault, earlier: list[Attempt], now_ns: int, limits: CapLimits) -> bool:
-    if RULES[fault.fault].retry not in (RetryClass.TRANSIENT, RetryClass.NODE):
+    if not _passes_by_itself(fault):
         return True
     return bool(earlier) and now_ns - earlier[0].time_ns >= to_ns(limits.transient_grace_s)
 
@@ -106,7 +110,8 @@ def _may_trip(fault: PolicyFault, earlier: list[Attempt], now_ns: int, limits: C
 def _used(
     history: History, fault: PolicyFault, earlier: list[Attempt], now_ns: int, limits: CapLimits
 ) -> dict[Cap, int]:
-    before_first_step = history.first_step_ns is None and fault.high_water == 0
+    # A bug that shows at every start is no matter of the node: what repeats by itself is not counted as start-up.
+    starts_up = history.first_step_ns is None and fault.high_water == 0 and _passes_by_itself(fault)
     nonfinite = fault.fault is FaultClass.NONFINITE
     is_preempted = fault.fault is FaultClass.PREEMPTION
     unrecorded = history.num_unrecorded if earlier else 0
@@ -115,7 +120,7 @@ def _used(
         Cap.CONSECUTIVE: len(earlier) + 1,
         Cap.WINDOW: history.num_fruitless(now_ns, limits.window_s) + bool(earlier),
         Cap.DEVICE: _same_device(fault, earlier, now_ns, limits),
-        Cap.STARTUP: len(earlier) + 1 if before_first_step else 0,
+        Cap.STARTUP: len(earlier) + 1 if starts_up else 0,
         Cap.NONFINITE: sum(1 for item in earlier if nonfinite and item.fault is FaultClass.NONFINITE),
         Cap.UNKNOWN_PROGRESS: len(earlier) + 1 if history.progress_unknown else 0,
         Cap.STORAGE: max(_count_class(FaultClass.STORAGE, fault, earlier), unrecorded),
