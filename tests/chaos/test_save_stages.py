@@ -23,6 +23,7 @@ from nvrx_sre.events.schema import (
     SaveFailed,
     SaveFailure,
     SaveVerified,
+    StateRestored,
     WorkerExited,
     WorkerStarted,
 )
@@ -128,9 +129,10 @@ def test_a_worker_killed_in_every_stage_changes_no_save(unfaulted: Ended, tmp_pa
     """SIGKILL of a rank while the writer stands in the stage: the save is committed from the launcher's slots."""
     run_dir = tmp_path / "run"
     popen = start(train_arguments(run_dir, *COMMON, "--standbys", "1", *each_stage("slow_storage=2s")))
-    for stage in SAVE_STAGES:
-        wait_for(run_dir, popen, lambda record, stage=stage: is_at(record, stage))
-        os.kill(newest_pid(run_dir, 1), signal.SIGKILL)
+    for number, stage in enumerate(SAVE_STAGES):
+        generation = wait_for(run_dir, popen, lambda record, stage=stage: is_at(record, stage)).generation
+        os.kill(newest_pid(run_dir, number % 2), signal.SIGKILL)
+        wait_for(run_dir, popen, lambda record, old=generation: is_restored_after(record, old))
     ended = finish(popen, run_dir)
     assert_healthy(unfaulted, ended)
     assert len(ended.events(FaultDetected)) == len(SAVE_STAGES), ended.explain()
@@ -140,6 +142,11 @@ def test_a_worker_killed_in_every_stage_changes_no_save(unfaulted: Ended, tmp_pa
 def is_at(record: Record, stage: str) -> bool:
     """The writer stands in `stage`."""
     return isinstance(record.event, FaultInjected) and record.event.spec.endswith(f"/{stage}")
+
+
+def is_restored_after(record: Record, generation: int) -> bool:
+    """A later generation holds a state."""
+    return isinstance(record.event, StateRestored) and record.generation > generation
 
 
 def newest_pid(run_dir: Path, rank: int) -> int:
