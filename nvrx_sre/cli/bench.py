@@ -81,7 +81,10 @@ def checkpoint(cases: tuple[str, ...], quick: bool, json_path: Path | None) -> i
 @command.command("telemetry")
 @_JSON
 def telemetry(json_path: Path | None) -> int:
-    """Cost of one step event to a rank and to the launcher."""
+    """Cost of telemetry to a rank, a step, the launcher, a scrape and the exit.
+
+    Says of each whether its target was met. Takes two minutes.
+    """
     from nvrx_sre.bench import telemetry as question
 
     _check_writable(json_path)
