@@ -110,6 +110,8 @@ class Writer:
         started_ns = self._clock.monotonic_ns()
         if self._watcher is not None:
             self._watcher.begin(message.step, message.passes)
+        for rank in [rank for rank in self._slot_files if rank >= message.world_size]:
+            self._slot_files.pop(rank).close()  # of a larger world that is gone: memory that nothing else frees
         try:
             if self._commit(message, started_ns):
                 self._retention.request(message.keep, message.epoch)
