@@ -139,6 +139,7 @@ def mapped_limits(limits: Limits, max_restarts: str | None, shutdown_timeout: st
             same_fingerprint_attempts=attempts,
             consecutive_attempts=attempts,
             window_attempts=attempts,
+            device_faults=max(attempts, limits.caps.device_faults),
         )
         limits = dataclasses.replace(limits, caps=caps)
     if shutdown_timeout is not None:

@@ -29,9 +29,6 @@ __all__ = ["Decision", "PolicyFault", "decide"]
 _LAST_ATTEMPT = 2
 """Faults of one fingerprint after which the next attempt goes one checkpoint further back."""
 _LADDER = tuple(Layer)
-_DEVICE_CLASSES = frozenset({FaultClass.HANG, FaultClass.KILLED, FaultClass.CUDA_ERROR, FaultClass.STARTUP})
-"""What a bad device does to its rank. An exception that repeats on one rank is the program's or the data's: moving it
-to other hardware is no cure (failure case C35)."""
 _OUTWEIGHED_CAPS = frozenset({Cap.SAME_FINGERPRINT, Cap.STARTUP, Cap.CONSECUTIVE, Cap.WINDOW, Cap.DEVICE, None})
 """Caps that do not stop an attempt without the device (None: none has tripped)."""
 _RETRYABLE_CAPS = frozenset({Cap.STARTUP, Cap.STORAGE})
@@ -123,7 +120,7 @@ def _stop(budgets: Budgets, exit_code: int, reason: str, cap: Cap | None) -> Dec
 
 def _excludes(fault: PolicyFault, budgets: Budgets) -> bool:
     is_blamed = budgets.used[Cap.DEVICE.value] >= budgets.limit[Cap.DEVICE.value]
-    return is_blamed and fault.can_exclude and fault.fault in _DEVICE_CLASSES and budgets.tripped in _OUTWEIGHED_CAPS
+    return is_blamed and fault.can_exclude and budgets.tripped in _OUTWEIGHED_CAPS
 
 
 def _exclusion(fault: PolicyFault, budgets: Budgets) -> Decision:

@@ -329,12 +329,21 @@ def happen(story: Story, happenings: list[tuple[object, ...]]) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(happenings=HAPPENINGS, kind=KINDS, layer=st.sampled_from(list(Layer)))
-def test_decide_is_total(happenings: list[tuple[object, ...]], kind: FaultClass, layer: Layer) -> None:
+@given(happenings=HAPPENINGS, kind=KINDS, layer=st.sampled_from(list(Layer)), can_exclude=st.booleans())
+def test_decide_is_total(
+    happenings: list[tuple[object, ...]], kind: FaultClass, layer: Layer, can_exclude: bool
+) -> None:
     """Any class in any layer after any history gets one decision that makes sense, and the same one again."""
     story = Story()
     happen(story, happenings)
-    fault = PolicyFault(fault=kind, fingerprint="a", high_water=story.high_water, min_layer=layer)
+    fault = PolicyFault(
+        fault=kind,
+        fingerprint="a",
+        high_water=story.high_water,
+        device="n/0",
+        min_layer=layer,
+        can_exclude=can_exclude,
+    )
     decision = decide(story.history, fault, story.now_ns, LIMITS)
     assert decision == decide(story.history, fault, story.now_ns, LIMITS)
     assert decision.reason
@@ -342,6 +351,7 @@ def test_decide_is_total(happenings: list[tuple[object, ...]], kind: FaultClass,
     assert (decision.layer is Layer.JOB) == (decision.action is Action.STOP)
     assert set(decision.budget_used) == set(decision.budget_limit) == {cap.value for cap in Cap} - {Cap.LIFETIME.value}
     assert decision.cap is None or decision.action is Action.STOP
+    assert not decision.is_excluding or (can_exclude and decision.layer is Layer.WORKER)
 
 
 @settings(max_examples=150, deadline=None)
