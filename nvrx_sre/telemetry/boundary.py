@@ -152,12 +152,12 @@ class SinkThread(Generic[_Item]):
             return self._changed.wait_for(lambda: self._num_taken >= wanted, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Flush and end the thread; what is left after `timeout_s` is dropped and counted."""
+        """Flush and end the thread; what is left after `timeout_s`, or under way, is dropped and counted."""
         done = self.flush(max(0.0, timeout_s))
         with self._changed:
             self._closing = True
-            if self._queue:
-                self._boundary.dropped(self._component, len(self._queue))
+            if not self.is_idle:
+                self._boundary.dropped(self._component, self._num_queued - self._num_taken)
                 self._queue.clear()
             self._changed.notify_all()
         if self._thread is not None and done:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -12,18 +14,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.limits import Limits, TelemetryLimits
-from nvrx_sre.events.journal import read_journal
+from nvrx_sre.events.journal import JournalReader, read_journal
 from nvrx_sre.events.schema import IncidentClosed, ProgressResumed, Record
-from nvrx_sre.goodput.incidents import FollowUp
+from nvrx_sre.goodput.incidents import FollowUp, incident_trace_id
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.main import start_telemetry
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import Component
+from nvrx_sre.telemetry.context import run_trace_id
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
+from nvrx_sre.telemetry.spans import FinishedSpan, SpanFile
 from tests.stories import RUN, Story, exception_story, fallback_story, lost_launcher_story
 
 SYNC_S = 10.0
@@ -145,6 +150,71 @@ def test_events_that_a_dead_launcher_owed_come_with_the_next_record(start: Start
     again = start(epoch=3)
     again.replay(exception_story().records[:-2])
     assert again.record(records[-2]) == []
+
+
+def test_spans_are_in_their_file_before_a_rotation_forgets_them(start: Start, tmp_path: Path) -> None:
+    """Wherever a launcher is killed: what its newest snapshot says is finished stands in spans.jsonl."""
+    limits = Limits(telemetry=TelemetryLimits(journal_segment_bytes=2_000))
+    telemetry = start(limits=limits)
+    telemetry.replay()
+    num_rotations = 0
+    for record in fallback_story().records:
+        telemetry.record(record)
+        assert telemetry.sync(SYNC_S)
+        snapshot = JournalReader(tmp_path / "journal", fits=lambda _: True).snapshot
+        if snapshot is None or snapshot.last != (record.epoch, record.seq):
+            telemetry._span_sink.flush(SYNC_S)
+            continue
+        num_rotations += 1
+        finished = snapshot.folds["spans"]["state"]["num_finished"]
+        path = tmp_path / "spans.jsonl"
+        assert len(path.read_text().splitlines() if path.exists() else []) == finished
+    assert num_rotations >= 2
+
+
+def test_a_full_disk_leaves_no_half_line_among_the_spans(tmp_path: Path) -> None:
+    """What did not fit is gone as a whole: the next span stands on a line of its own."""
+    file = SpanFile(tmp_path / "spans.jsonl")
+    first, second, third = (
+        FinishedSpan(
+            name=f"s{n}",
+            trace_id="0" * 32,
+            span_id=f"{n:016x}",
+            parent_span_id=None,
+            start_ns=0,
+            end_ns=1,
+            attributes={"pad": "x" * 2000},
+        )
+        for n in range(3)
+    )
+    file.write([first])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "spans.jsonl").stat().st_size + 100, hard))
+    try:
+        with pytest.raises(OSError):
+            file.write([second])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    file.write([third])
+    names = [json.loads(line)["name"] for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
+    assert names == ["s0", "s2"]
+
+
+def test_exemplars_lead_from_outage_detection_and_save_to_their_traces(start: Start) -> None:
+    """What is clicked on a panel opens the incident's trace, or the run's."""
+    telemetry = start()
+    telemetry.replay(fallback_story().records)
+    body = get(telemetry.metrics_url, "application/openmetrics-text; version=1.0.0")[2]
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(body):
+        for sample in family.samples:
+            if sample.exemplar is not None:
+                found.setdefault(family.name, set()).add(sample.exemplar.labels["trace_id"])
+    incident, run = {incident_trace_id(RUN, 1)}, {run_trace_id(RUN)}
+    assert found["nvrx_outage_seconds"] == found["nvrx_detection_seconds"] == incident
+    assert found["nvrx_save_seconds"] == run
 
 
 def test_health_follows_the_loop(start: Start) -> None:
