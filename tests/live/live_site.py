@@ -25,7 +25,7 @@ from tests.integration import launched
 HERE = Path(__file__).resolve().parent
 CLUSTER = "local"
 REFRESH_S = 0.2
-DEADLINE_S = 150.0
+DEADLINE_S = 100.0
 SCRAPE_S = 1.0
 
 

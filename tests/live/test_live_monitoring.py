@@ -23,7 +23,7 @@ from tests.live.told import STORY_S, LiveRun
 pytestmark = pytest.mark.live
 
 LABELS = {"cluster": "c1", "namespace": "ml"}
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 WATCHDOG = "NvrxWatchdog"
 
 
