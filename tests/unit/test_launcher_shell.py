@@ -1,15 +1,22 @@
-"""The order in which the launcher's loop hands one turn's inputs to the machine."""
+"""The order in which the launcher's loop hands one turn's inputs to the machine; decisions that no disk took."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events import channel as wire
+from nvrx_sre.events import schema
 from nvrx_sre.launcher import commands as c
-from nvrx_sre.launcher.shell import faults_last, is_fault
+from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.past import LauncherFolds
+from nvrx_sre.launcher.shell import Recorder, faults_last, is_fault
+from nvrx_sre.policy.rehearsal import Rehearsal, World
+from nvrx_sre.testing.clock import ManualClock
 
 
 def _said(child: int, message: wire.Message) -> c.FromChild:
@@ -71,3 +78,35 @@ def test_order_within_a_child_stays_and_nothing_is_lost(turn: list[c.Input]) -> 
     innocent = {1, 2, 3} - {item.child for item in turn if isinstance(item, c.FromChild) and is_fault(item)}
     for place, item in enumerate(ordered):
         assert not (isinstance(item, c.FromChild) and item.child in innocent and place > first_fault)
+
+
+class SlowJournal:
+    """Telemetry whose journal takes `syncs` in time, in order; what was recorded."""
+
+    def __init__(self, *syncs: bool) -> None:
+        self.syncs = list(syncs)
+        self.recorded: list[schema.Event] = []
+        self.companions: object = None
+
+    def record(self, record: schema.Record) -> list[tuple[schema.Event, int | None]]:
+        self.recorded.append(record.event)
+        return []
+
+    def sync(self, timeout_s: float) -> bool:
+        return self.syncs.pop(0)
+
+
+def test_a_decision_that_the_disk_does_not_take_is_recorded_and_counted() -> None:
+    """The restart goes on; the history counts it, and a decision that is on disk adds nothing."""
+    journal = SlowJournal(False, True)
+    folds = LauncherFolds()
+    config = RunConfig(run="r", run_dir=Path("runs/r"), command=("x.py",), nproc=1, min_world_size=1)
+    recorder = Recorder(config, 1, ManualClock(), folds, journal)  # type: ignore[arg-type]  # what it needs of telemetry
+    decision = Rehearsal(CapLimits(), World(num_ranks=1, min_world_size=1)).fault(schema.FaultClass.KILLED)
+    for _ in range(2):
+        recorder.emit(decision.event(), 1)
+        recorder.await_decision(1)
+    recorder.await_decision(1)
+    unrecorded = [item for item in journal.recorded if isinstance(item, schema.DecisionUnrecorded)]
+    assert len(unrecorded) == folds.history.num_unrecorded == 1
+    assert journal.syncs == [], "without a new decision nothing is waited for"

@@ -11,6 +11,7 @@ from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.core.rng import Generator, seeded
 from nvrx_sre.events.schema import Action, FaultClass, Layer
+from nvrx_sre.policy.caps import DEVICE_CLASSES
 from nvrx_sre.policy.classify import RULES, RetryClass
 from nvrx_sre.policy.ladder import Decision
 from nvrx_sre.policy.rehearsal import Rehearsal, World
@@ -69,7 +70,7 @@ class Recount:
         self.is_hot_lost = kind is FaultClass.NODE_LOST or decision.action is Action.STOP
 
 
-def live(rng: Generator) -> None:
+def live(rng: Generator) -> Recount:
     """One run from its begin until it is stopped for good or long enough."""
     num_ranks = rng.choice((1, 2, 4, 8))
     multiple = rng.choice((1, 1, 2)) if num_ranks > 1 else 1
@@ -78,28 +79,34 @@ def live(rng: Generator) -> None:
     recount = Recount(least_world=least)
     enabled = [kind for kind in CLASSES if rng.random() < 0.4] or [FaultClass.KILLED]
     progress_rate = rng.choice((0.0, 0.1, 0.5))
+    bad_device_rate = rng.choice((0.0, 0.8))
     for _ in range(rng.randint(3, 14)):
         if rng.random() < progress_rate:
             tiers = {"is_sealed": rng.random() < 0.5, "is_saved": rng.random() < 0.3}
             run.progress(rng.randint(1, 5), **tiers)
             recount.train(**tiers)
         run.wait(rng.choice((0.0, 0.1, 5.0, 60.0, 400.0, 2000.0)))
-        kind = rng.choice(enabled)
+        kind, rank = rng.choice(enabled), rng.choice((None, *range(len(run.devices))))
+        if rng.random() < bad_device_rate:
+            kind, rank = rng.choice(sorted(DEVICE_CLASSES)), 0
         at_ns = run.now_ns
-        decision = run.fault(kind, rank=rng.choice((None, *range(len(run.devices)))), detail=rng.choice(("A", "B")))
+        decision = run.fault(kind, rank=rank, detail=rng.choice(("A", "B")))
         if kind is FaultClass.PREEMPTION:
             recount.preempted(decision)
         else:
             recount.faulted(kind, run, at_ns, decision)
         if decision.exit_code in (ExitCode.DO_NOT_RESTART, ExitCode.CONFIG):
-            return
+            break
+    return recount
 
 
 @pytest.mark.parametrize("first", range(0, NUM_HISTORIES, BATCH))
 def test_ten_thousand_histories_keep_the_caps(first: int) -> None:
     """No attempt without progress above a cap, no run with progress stopped; each number is a seed of its own."""
+    num_excluded = 0
     for seed in range(first, first + BATCH):
         try:
-            live(seeded(seed))
+            num_excluded += live(seeded(seed)).num_excluded
         except AssertionError as error:
             raise AssertionError(f"history of seed {seed}: {error}") from error
+    assert num_excluded > 100, "the histories reach too few exclusions to say much about them"

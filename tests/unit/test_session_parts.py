@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import nvrx_sre
+from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
-from nvrx_sre.session.process import HotSchedule
+from nvrx_sre.session.process import HotSchedule, RankProcess
 from nvrx_sre.session.times import StepTimes
 
 
@@ -119,3 +122,20 @@ def test_without_a_launcher_the_group_ends_with_the_function(monkeypatch: pytest
 
     assert train()
     assert not dist.is_initialized()
+
+
+class Control:
+    """What a rank's process needs of its control."""
+
+
+def test_another_rank_begins_without_the_slots_of_the_last_one() -> None:
+    """A rank of another world has no slots yet: what was mapped for the old one must not be written again."""
+    process = RankProcess(settings(), Control())  # type: ignore[arg-type]  # nothing is sent here
+    granted = SlotFile.create(4096, 4096, num_slots=2, num_alike=1, name="nvrx-test")
+    process.take_slots(os.dup(granted.fd), 4096, 4096)
+    mapped = process.slots
+    assert mapped is not None
+    process.take_slots(None, 0, 0)
+    assert process.slots is None
+    process.take_slots(None, 0, 0)
+    granted.close()
