@@ -48,18 +48,19 @@ class Boundary:
 
     def handle(self, component: Component, function: Callable[[Sequence[_Item]], None], batch: Sequence[_Item]) -> None:
         """`function(batch)`; if it raises, the batch is dropped and counted. Notes when a part works again."""
-        try:
+
+        def take() -> bool:
             function(batch)
-        except Exception as error:  # noqa: BLE001  # the boundary of telemetry: nothing passes it
+            return True
+
+        if not self.call(component, take):
             self.dropped(component, len(batch))
-            self.failed(component, f"{type(error).__name__}: {error}")
             with self._lock:
                 self._failing.add(component)
-        else:
-            if component in self._failing:
-                with self._lock:
-                    self._failing.discard(component)
-                self._note_rarely(component, "works again", is_failure=False)
+        elif component in self._failing:
+            with self._lock:
+                self._failing.discard(component)
+            self._note_rarely(component, "works again", is_failure=False)
 
     def failed(self, component: Component, message: str) -> None:
         """Count one failure of `component`; note it unless that was done within the last minute."""
@@ -74,8 +75,8 @@ class Boundary:
             if self._note is None or (last_ns is not None and now_ns - last_ns < to_ns(NOTE_INTERVAL_S)):
                 return
             self._noted_ns[component, is_failure] = now_ns
-            counts = f"{self._errors[component]} failures and {self._dropped[component]} drops so far"
-        self._note(f"telemetry: {component} {text} ({counts})")
+            num_errors = self._errors[component]
+        self._note(f"telemetry: {component} {text} ({num_errors} failed so far)")
 
     def dropped(self, component: Component, count: int = 1) -> None:
         """Count items of `component` that were dropped."""
