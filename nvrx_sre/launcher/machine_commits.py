@@ -31,7 +31,7 @@ MAX_LOSSES = 65_536
 
 @dataclass(kw_only=True)
 class _Totals:
-    """Cumulative totals of one rank in this generation."""
+    """What some steps cost, as the ranks that committed them last told."""
 
     step_s: float = 0.0
     data_s: float = 0.0
@@ -41,13 +41,11 @@ class _Totals:
     captured: int = 0
     skipped: int = 0
 
-    @classmethod
-    def of(cls, report: Step) -> _Totals:
-        return cls(**{name: getattr(report, name) for name in _TOTALS})
-
-    def add_difference(self, new: _Totals, old: _Totals) -> None:
+    def add_difference(self, new: Step, old: Step | None) -> None:
+        """By what a rank's totals grew from its report `old` (None: from the generation's begin) to `new`."""
         for name in _TOTALS:
-            setattr(self, name, getattr(self, name) + max(0, getattr(new, name) - getattr(old, name)))
+            before = 0 if old is None else getattr(old, name)
+            setattr(self, name, getattr(self, name) + max(0, getattr(new, name) - before))
 
 
 _TOTALS = ("step_s", "data_s", "checkpoint_block_s", "evaluate_s", "tokens", "captured", "skipped")
@@ -55,12 +53,11 @@ _TOTALS = ("step_s", "data_s", "checkpoint_block_s", "evaluate_s", "tokens", "ca
 
 @dataclass(kw_only=True)
 class _Rank:
-    """Reports of one rank: the newest step, those not committed yet, totals at the last committed one that arrived."""
+    """Reports of one rank: the newest step, those not committed yet, the last committed one that arrived."""
 
     step: int = 0
-    totals_step: int = 0
     waiting: dict[int, Step] = field(default_factory=dict)
-    totals: _Totals = field(default_factory=_Totals)
+    committed: Step | None = None
 
 
 @dataclass(kw_only=True)
@@ -146,14 +143,16 @@ class Commits:
         state = self._ranks[rank]
         if message.step <= state.step:
             return []
-        self._num_at[state.step] -= 1
+        left = state.step
+        self._num_at[left] -= 1
         self._num_at[message.step] += 1
-        if not self._num_at[state.step]:
-            del self._num_at[state.step]
         state.step = message.step
         state.waiting[message.step] = message
-        newest = min(self._num_at)  # as many as there are steps between the slowest and the fastest rank
-        for step in range(self.step + 1, newest + 1):
+        if self._num_at[left]:
+            return []  # the common case, on the launcher's hot path
+        del self._num_at[left]
+        # The slowest rank of this generation: `self.step` is the last one's until all have restored.
+        for step in range(self.step + 1, min(self._num_at) + 1):
             self._commit(step, rank, message.mono_ns)
         return self._settle()
 
@@ -231,12 +230,16 @@ class Commits:
         if self._aggregate is not None and self._aggregate.kind is not kind:
             self.flush()
         mono_ns = max(mono_ns, self._last_committed_ns)
-        loss = self._note_loss(step, complete)
-        self._add(step, kind, mono_ns, self._cost(last_rank, reports), loss)
-        self._measure(step, reports)
+        aggregate = self._aggregate_with(step, kind, mono_ns)
+        aggregate.loss = self._note_loss(step, complete)
+        last = reports[last_rank]
+        if last is not None:
+            aggregate.totals.add_difference(last, self._ranks[last_rank].committed)
+        if self._job.config.hot_every is None:
+            self._measure(step, reports)
         for state, report in zip(self._ranks, reports, strict=True):
             if report is not None:
-                state.totals, state.totals_step = _Totals.of(report), step
+                state.committed = report
         self.step = step
         self.num_committed += 1
         self.high_water = max(self.high_water, step)
@@ -261,38 +264,33 @@ class Commits:
 
     def _measure(self, step: int, reports: list[Step | None]) -> None:
         """Tell how long the step took on the slowest rank, if every rank told."""
-        times_s = [
-            report.step_s + report.checkpoint_block_s - state.totals.step_s - state.totals.checkpoint_block_s
-            for state, report in zip(self._ranks, reports, strict=True)
-            if report is not None and state.totals_step == step - 1
-        ]
+        times_s = []
+        for state, report in zip(self._ranks, reports, strict=True):
+            before = state.committed
+            if report is not None and (before.step if before is not None else 0) == step - 1:
+                before_s = 0.0 if before is None else before.step_s + before.checkpoint_block_s
+                times_s.append(report.step_s + report.checkpoint_block_s - before_s)
         is_captured = any(report is not None and report.slot >= 0 for report in reports)
         known_s = max(times_s) if len(times_s) == len(self._ranks) else None
         self._interval.on_step(step, known_s, is_captured, max(state.step for state in self._ranks))
 
-    def _cost(self, last_rank: int, reports: list[Step | None]) -> _Totals:
-        cost = _Totals()
-        report = reports[last_rank]
-        if report is not None:
-            cost.add_difference(_Totals.of(report), self._ranks[last_rank].totals)
-        return cost
-
-    def _add(self, step: int, kind: StepKind, mono_ns: int, cost: _Totals, loss: float | None) -> None:
-        if self._aggregate is None:
+    def _aggregate_with(self, step: int, kind: StepKind, mono_ns: int) -> _Aggregate:
+        """The steps that are not recorded yet, with `step` among them."""
+        aggregate = self._aggregate
+        if aggregate is None:
             started_ns = self._last_committed_ns or self._job.go_ns
-            self._aggregate = _Aggregate(
+            aggregate = self._aggregate = _Aggregate(
                 kind=kind,
                 first_step=step,
                 last_step=step,
                 started_ns=started_ns,
                 committed_ns=mono_ns,
                 totals=_Totals(),
-                loss=loss,
+                loss=None,
             )
-        self._aggregate.last_step = step
-        self._aggregate.committed_ns = self._last_committed_ns = mono_ns
-        self._aggregate.loss = loss
-        self._aggregate.totals.add_difference(cost, _Totals())
+        aggregate.last_step = step
+        aggregate.committed_ns = self._last_committed_ns = mono_ns
+        return aggregate
 
     def _note_loss(self, step: int, complete: list[Step]) -> float | None:
         """Mean loss over the ranks that gave one; a replay is compared only if all reports are in."""
