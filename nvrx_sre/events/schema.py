@@ -222,7 +222,10 @@ class TeardownFinished(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartDecided(Event):
-    """A decision of the policy, with its reason and what is left of each budget."""
+    """A decision of the policy, with its reason and what is left of each budget.
+
+    `is_excluding`: the restart goes on without the root's device, which a full cap does not stop.
+    """
 
     action: Action
     layer: Layer
@@ -233,6 +236,7 @@ class RestartDecided(Event):
     checkpoints_back: int
     budget_used: dict[str, int]
     budget_limit: dict[str, int]
+    is_excluding: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

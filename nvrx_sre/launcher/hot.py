@@ -19,7 +19,8 @@ class HotSlots:
     def __init__(self, run: str, num_slots: int, num_ranks: int) -> None:
         self._run = run
         self._num_slots = num_slots
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
+        """Ranks of the node that will want slots."""
         self._files: dict[int, SlotFile] = {}
 
     def grant(self, rank: int, data_bytes: int, blob_bytes: int) -> SlotFile:
@@ -35,7 +36,7 @@ class HotSlots:
             data_bytes,
             blob_bytes,
             num_slots=self._num_slots,
-            num_alike=len(set(range(self._num_ranks)) - set(self._files) | {rank}),
+            num_alike=len(set(range(self.num_ranks)) - set(self._files) | {rank}),
             name=f"nvrx-hot-{self._run}-{rank}",
         )
         if old is not None:
@@ -45,7 +46,7 @@ class HotSlots:
 
     def allocated(self) -> HotSlotsAllocated | None:
         """What all of them take, once every rank of the node has its slots."""
-        if len(self._files) < self._num_ranks:
+        if len(self._files) < self.num_ranks:
             return None
         files = self._files.values()
         return HotSlotsAllocated(
@@ -88,7 +89,7 @@ class HotSlots:
 
     def drop(self, num_ranks: int | None = None) -> None:
         """Every slot is lost; `num_ranks` ranks of the node will want new ones (None: as many as before)."""
-        self._num_ranks = self._num_ranks if num_ranks is None else num_ranks
+        self.num_ranks = self.num_ranks if num_ranks is None else num_ranks
         for file in self._files.values():
             file.close()
         self._files.clear()

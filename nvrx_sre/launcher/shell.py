@@ -172,6 +172,7 @@ class Shell:
         self._injected_oom: set[int] = set()
         self._is_to_die = False
         self.effects = Effects(config, directory, clock, epoch, recorder.emit, self._inputs.append)
+        self.effects.slots.num_ranks = machine.world_size
         self.effects.passes = recorder.folds.past.passes
         self.effects.await_decision = recorder.await_decision
         self.effects.traceparent = recorder.traceparent

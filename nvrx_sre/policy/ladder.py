@@ -68,6 +68,7 @@ class Decision:
             checkpoints_back=self.checkpoints_back,
             budget_used=self.budget_used,
             budget_limit=self.budget_limit,
+            is_excluding=self.is_excluding,
         )
 
 

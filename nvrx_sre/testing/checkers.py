@@ -161,7 +161,7 @@ class _Safety:
         age_ns = record.time_ns - self.faults[0].time_ns
         is_over = num_attempts >= self.caps.consecutive_attempts
         is_in_grace = waits and age_ns < to_ns(self.caps.transient_grace_s)
-        if event.action is Action.RESTART and is_over and not is_in_grace:
+        if event.action is Action.RESTART and is_over and not is_in_grace and not event.is_excluding:
             self.problem(record, f"restart after {num_attempts} attempts without progress")
         if event.action is Action.STOP and num_attempts == 1 and fault.fault not in _INCURABLE:
             self.problem(record, "a run with progress was stopped")

@@ -64,6 +64,9 @@ class WorldConfig:
     late_report_rate: float = 0.0
     """Share of steps that a rank reports only once their capture is sealed: it may die, or be interrupted, before."""
     limits: Limits = SIMULATED_LIMITS
+    min_world_size: int | None = None
+    """None: the world never becomes smaller."""
+    world_multiple: int = 1
 
 
 @dataclass(kw_only=True)
@@ -308,6 +311,8 @@ class World:
             num_standbys=self.config.num_standbys,
             limits=self.config.limits,
             hot_every=self.config.hot_every,
+            min_world_size=self.config.min_world_size,
+            world_multiple=self.config.world_multiple,
         )
         self._launcher = _Launcher(
             epoch=self.records[-1].epoch + 1 if self.records else 1,
@@ -317,6 +322,7 @@ class World:
             groups={},
             members={},
         )
+        self.storage.drop_slots(self._launcher.machine.world_size)
         return self._launcher
 
     def _end_launcher(self, launcher: _Launcher) -> None:
