@@ -6,6 +6,7 @@ dropped, and its keys with it. Loads torch on first use, after the workers were 
 
 from __future__ import annotations
 
+import gc
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -28,6 +29,9 @@ class StoreHost:
         """Replace the store by an empty one; its port."""
         from torch.distributed import TCPStore
 
+        if self._store is None:
+            # Torch's 180,000 objects stay: looking through them would take the launcher's loop 50 ms now and then.
+            gc.freeze()
         listener = socket.create_server((self.host, 0), backlog=1024)
         port: int = listener.getsockname()[1]
         self._store = TCPStore(
