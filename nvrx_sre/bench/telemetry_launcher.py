@@ -40,7 +40,7 @@ EXIT_MAX_S = 2.0
 NUM_SCRAPED_RANKS = 64
 FEW_FAULTS, MANY_FAULTS = 5, 500
 NUM_WARM_UP_SAMPLES = 2
-SCRAPE_PAUSE_S = 0.2
+SCRAPE_PAUSE_S = 0.3
 """Longer than the endpoint rests after a rendering."""
 _BATCH = 1_000
 

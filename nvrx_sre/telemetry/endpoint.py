@@ -40,9 +40,9 @@ MAX_REQUESTS = 32
 """Requests served at a time; further connections are closed. Scrapes wait for one rendering that they share."""
 REQUEST_TIMEOUT_S = 10.0
 """Longest life of a connection, however slow the client is."""
-REST_FACTOR = 4
-"""A rendering may take a fifth of the time, however many scrape: the launcher's loop shares the interpreter with it."""
-MAX_REST_S = 0.1
+REST_FACTOR = 9
+"""A rendering may take a tenth of the time, however many scrape: the launcher's loop shares the interpreter with it."""
+MAX_REST_S = 0.2
 """Longest rest; a rendering that was slow waited for a disk."""
 MAX_KEPT = 4
 """Forms of the exposition whose newest rendering is kept."""

@@ -94,7 +94,8 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     with socket.create_server(("127.0.0.1", 0)) as collector:
         endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}/v1/traces"
         faults = ("--fault", "exception@1:5", "--fault", "sigkill@0:10")
-        arguments = train_arguments(run_dir, *faults, "--otlp-endpoint", endpoint)
+        # No fault here is a hang, and a machine that serves a storm beside it may be slow for once.
+        arguments = train_arguments(run_dir, *faults, "--otlp-endpoint", endpoint, "--step-deadline", "30")
         mount = f"mount -t tmpfs -o size=8k none {run_dir / 'journal'}"
         popen = start(arguments, "tests.integration.broken_telemetry", prefix=mounted(mount))
         storm = Storm(wait_for_url(run_dir, popen))
