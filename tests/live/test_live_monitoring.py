@@ -6,6 +6,8 @@ by hand, stage by stage, each stage scraped before the next.
 
 from __future__ import annotations
 
+import json
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,8 @@ import psutil
 import pytest
 
 from nvrx_sre.core.errors import InternalError
-from nvrx_sre.events.schema import BudgetReset, FaultClass
+from nvrx_sre.events.schema import BudgetReset, FaultClass, IncidentClosed
+from nvrx_sre.goodput.incidents import incident_trace_id
 from nvrx_sre.monitoring import query
 from nvrx_sre.monitoring.alerts import alert_rules
 from nvrx_sre.monitoring.stack import MonitoringStack, ScrapeTarget, StackConfig
@@ -60,6 +63,14 @@ def evaluations(stack: MonitoringStack, alert: str, run: str) -> float:
     return sum(item.value for item in query.instant(stack.prometheus_url, f"count_over_time({selector}[10m])"))
 
 
+def exemplar_traces(stack: MonitoringStack, family: str, run: str) -> set[str]:
+    """Traces that Prometheus has as exemplars of a histogram of `run`."""
+    selector = urllib.parse.quote(f'{family}_bucket{{run="{run}"}}')
+    url = f"{stack.prometheus_url}/api/v1/query_exemplars?query={selector}&start=0&end=32503680000"
+    series = json.loads(query.http_get(url))["data"]
+    return {exemplar["labels"]["trace_id"] for item in series for exemplar in item["exemplars"]}
+
+
 def test_c68_a_crash_loop_pages_once_and_a_recovery_does_not(runs: dict[str, LiveRun]) -> None:
     """Recovered: silent. Looping: one page. Stopped with 93: one page, also after its endpoint is gone. Both clear."""
     recovers, loops, halts = runs.values()
@@ -93,6 +104,9 @@ def test_c68_a_crash_loop_pages_once_and_a_recovery_does_not(runs: dict[str, Liv
         assert stack.wait_until(lambda: evaluations(stack, "NvrxCrashLooping", "loops") >= 8, DEADLINE_S)
         assert pages(stack, "firing") == expected
         assert evaluations(stack, "NvrxCrashLooping", "recovers") == 0
+        (closed,) = (item.event for item in recovers.story.records if isinstance(item.event, IncidentClosed))
+        assert exemplar_traces(stack, "nvrx_outage_seconds", "recovers") == {closed.trace_id}
+        assert exemplar_traces(stack, "nvrx_detection_seconds", "recovers") == {incident_trace_id("recovers", 1)}
 
         loops.story.steps(loops.at_s, STORY_S, 11, 11)
         loops.tell()
