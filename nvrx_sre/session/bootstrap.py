@@ -26,6 +26,7 @@ from nvrx_sre.events.settings import STACKS_SIGNAL, ChildSettings
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.session import process
 from nvrx_sre.session.environment import read_settings, watch_rank_variables
+from nvrx_sre.session.heap import keep_freed_memory
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
@@ -73,6 +74,7 @@ def main(arguments: list[str]) -> int:
         print("nvrx-sre: this module is started by the launcher; use `nvrx-sre launch`", file=sys.stderr)
         return ExitCode.USAGE
     bind_to_parent(settings.launcher_pid)
+    keep_freed_memory()
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     process.set_control(settings, connect(settings))
