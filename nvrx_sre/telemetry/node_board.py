@@ -63,7 +63,12 @@ class RankPlace:
 
 
 def rank_metrics_in_force(wanted: RankMetrics | None, world_size: int) -> RankMetrics:
-    """The mode for a run of `world_size` ranks; None leaves it to their number."""
+    """The mode for a run of `world_size` ranks; None leaves it to their number.
+
+    One rank has no extremes: it is exported as it is, in fewer series than its summary.
+    """
+    if wanted is RankMetrics.SUMMARY and world_size == 1:
+        return RankMetrics.ALL
     if wanted is not None:
         return wanted
     return RankMetrics.SUMMARY if world_size > SUMMARY_ABOVE_RANKS else RankMetrics.ALL

@@ -162,7 +162,7 @@ def test_a_resolved_page_says_how_it_ended(tmp_path: Path) -> None:
 
 
 def test_a_foreign_alert_is_rendered_without_empty_lines(tmp_path: Path) -> None:
-    """Facts that it does not have take no line; when it resolves a plain sentence stands in."""
+    """Facts that it does not have take no line; when it resolves it says at least for how long it fired."""
     payload = recorded("firing")
     for name in [*(name for _, name in FACTS), "resolved"]:
         payload["alerts"][0]["annotations"].pop(name, None)
@@ -170,7 +170,8 @@ def test_a_foreign_alert_is_rendered_without_empty_lines(tmp_path: Path) -> None
     assert not any(f"{label}:" in text for label, _ in FACTS)
     assert "\n\n" not in text
     payload["status"] = payload["alerts"][0]["status"] = "resolved"
-    assert render("nvrx.text", payload, tmp_path) == f"NvrxCrashLooping: {RESOLVED_TEXT}"
+    payload["alerts"][0] |= {"startsAt": "2026-01-02T03:04:05.678Z", "endsAt": "2026-01-02T03:09:17.999Z"}
+    assert render("nvrx.text", payload, tmp_path) == f"NvrxCrashLooping: {RESOLVED_TEXT} 5m12s"
 
 
 def test_every_template_of_the_example_exists_and_renders(tmp_path: Path) -> None:

@@ -68,14 +68,14 @@ def board_of(num_ranks: int, mode: RankMetrics | None = None) -> NodeBoard:
     return board
 
 
-@pytest.mark.parametrize("num_ranks", [1, 8, 64, 512])
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64, 512])
 def test_the_number_of_series_has_a_budget(num_ranks: int) -> None:
     """A leader has at most 1,500 (and its ranks), another launcher 40 and 6 a rank, in every mode."""
-    for mode in (None, RankMetrics.ALL, RankMetrics.OFF):
+    for mode in (None, *RankMetrics):
         board = board_of(num_ranks, mode)
-        assert num_series(board, leader=False) <= 40 + 6 * num_ranks
-        assert num_series(board, leader=True) <= 1500 + (6 * num_ranks if mode is RankMetrics.ALL else 0)
-    assert num_series(board_of(num_ranks, RankMetrics.SUMMARY), leader=True) == num_series(board_of(512), leader=True)
+        assert num_series(board, leader=False) <= 40 + 6 * num_ranks, mode
+        assert num_series(board, leader=True) <= 1500 + (6 * num_ranks if mode is RankMetrics.ALL else 0), mode
+    assert num_series(board_of(2, RankMetrics.SUMMARY), leader=True) == num_series(board_of(512), leader=True)
 
 
 def test_ranks_are_exported_one_by_one_as_extremes_or_not_at_all() -> None:
@@ -83,6 +83,8 @@ def test_ranks_are_exported_one_by_one_as_extremes_or_not_at_all() -> None:
     assert rank_metrics_in_force(None, 64) is RankMetrics.ALL
     assert rank_metrics_in_force(None, 65) is RankMetrics.SUMMARY
     assert rank_metrics_in_force(RankMetrics.OFF, 2) is RankMetrics.OFF
+    assert rank_metrics_in_force(RankMetrics.SUMMARY, 2) is RankMetrics.SUMMARY
+    assert rank_metrics_in_force(RankMetrics.SUMMARY, 1) is RankMetrics.ALL, "a summary of one rank is that rank"
     values = filled(board_of(3))
     assert values.numbers[catalog.RANK_STEP.name] == {("0",): 0.0, ("1",): 1.0, ("2",): 2.0}
     assert values.numbers[catalog.RANK_MEMORY.name][("2",)] == 1002.0
