@@ -5,6 +5,8 @@ anew) and gives them to the stack's targets file, so that restarted launchers an
 turn asks Prometheus for the alerts and shows what changed: a table on a terminal, a line a change elsewhere. Runs
 until Ctrl-C, SIGTERM or the terminal's end; servers, ports and files are gone then.
 
+An endpoint with TLS or a password is not scraped, and said to be: this command has no key to it.
+
 Must not: be needed by a run, or listen beyond loopback.
 """
 
@@ -49,6 +51,14 @@ class Endpoint:
     directory: Path
     url: str
     pid: int
+    has_password: bool = False
+
+    @property
+    def unscraped_because(self) -> str:
+        """Why we cannot scrape it; empty where we can."""
+        has_tls = urlsplit(self.url).scheme == "https"
+        parts = [*(["TLS"] if has_tls else []), *(["a password"] if self.has_password else [])]
+        return f"its endpoint has {' and '.join(parts)}: your own Prometheus can scrape it" if parts else ""
 
     def target(self) -> ScrapeTarget:
         """What Prometheus scrapes; the directory that holds the run's is its namespace."""
@@ -97,7 +107,9 @@ def read_endpoint(directory: Path) -> Endpoint | None:
         host = ANY_HOST.get(parts.hostname or "", parts.hostname or "")
         netloc = f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"
         url = urlunsplit((parts.scheme, netloc, parts.path, "", ""))
-        return Endpoint(run=str(value["run"]), directory=directory, url=url, pid=int(value["pid"]))
+        has_password = bool(value.get("password"))
+        run, pid = str(value["run"]), int(value["pid"])
+        return Endpoint(run=run, directory=directory, url=url, pid=pid, has_password=has_password)
     except (TypeError, KeyError, ValueError):
         return None
 
@@ -169,6 +181,9 @@ def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown]) -> Table
         table.add_row(
             item.state, item.severity, item.run, item.alert, item.summary, style=STYLES.get(item.severity, "")
         )
+    for endpoint in endpoints:
+        if endpoint.unscraped_because:
+            table.add_row("unknown", "", endpoint.run, "", f"not scraped, {endpoint.unscraped_because}")
     if not alerts:
         table.add_row("quiet", "", "", "", "nothing fires")
     return table
@@ -228,8 +243,12 @@ class View:
         """Look once. What Prometheus cannot answer now is asked again at the next turn."""
         endpoints = watched.refresh()
         if endpoints != self._endpoints:
-            stack.set_targets([item.target() for item in endpoints])
-            self._say(f"watching {', '.join(f'{item.run} ({item.url})' for item in endpoints) or 'no run yet'}")
+            scraped = [item for item in endpoints if not item.unscraped_because]
+            stack.set_targets([item.target() for item in scraped])
+            self._say(f"watching {', '.join(f'{item.run} ({item.url})' for item in scraped) or 'no run yet'}")
+            for item in endpoints:
+                if item.unscraped_because:
+                    self._say(f"not watching {item.run} ({item.url}): {item.unscraped_because}")
             self._endpoints = endpoints
         with contextlib.suppress(query.QueryError):
             alerts = shown_alerts(query.alerts(stack.prometheus_url))

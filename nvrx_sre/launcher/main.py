@@ -202,7 +202,8 @@ def _announce(
         generation,
     )
     write_consent(directory, BrakeConsent(is_allowed=config.allow_brake, since_ns=telemetry.clock.wall_ns()))
-    where = {"url": telemetry.metrics_url, "pid": epoch.pid, "run": config.run}
+    has_password = config.metrics_security.users is not None
+    where = {"url": telemetry.metrics_url, "pid": epoch.pid, "run": config.run, "password": has_password}
     write_json_atomically(directory.metrics, where, durable=False)
     if config.start_fresh:
         discover.add_fence(directory.path, generation + 1, 0)

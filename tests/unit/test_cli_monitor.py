@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from nvrx_sre.cli.main import main
-from nvrx_sre.cli.monitor import Endpoint, Shown, Watched, alert_table, changes, read_endpoint, shown_alerts
+from nvrx_sre.cli.monitor import Endpoint, Shown, View, Watched, alert_table, changes, read_endpoint, shown_alerts
 from nvrx_sre.core.errors import UserError
-from nvrx_sre.monitoring.stack import LOCAL_LABELS
+from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeTarget
 
 
 def serve(directory: Path, pid: int, port: int = 9400, host: str = "127.0.0.1") -> Path:
@@ -84,6 +86,44 @@ def test_addresses_and_labels(tmp_path: Path) -> None:
         (directory / "metrics.json").write_text(content)
         assert read_endpoint(directory) is None
     assert read_endpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "password", "why"),
+    [("https", False, "has TLS:"), ("http", True, "has a password:"), ("https", True, "has TLS and a password:")],
+)
+def test_an_endpoint_that_is_locked_is_said_to_be_not_scraped(
+    tmp_path: Path, scheme: str, password: bool, why: str
+) -> None:
+    """Neither asked in vain nor passed over in silence; an open one is scraped."""
+    where = {"url": f"{scheme}://127.0.0.1:1/metrics", "pid": os.getpid(), "run": "a", "password": password}
+    (tmp_path / "metrics.json").write_text(json.dumps(where))
+    endpoint = read_endpoint(tmp_path)
+    assert endpoint is not None
+    assert why in endpoint.unscraped_because
+    assert alert_table([endpoint], []).row_count == 2
+    opened = read_endpoint(serve(tmp_path / "b", os.getpid()))
+    assert opened is not None
+    assert opened.unscraped_because == ""
+
+    stack, output = SiteStub(), io.StringIO()
+    view = View(Console(file=output, width=200))
+    view.turn(stack, Watched([tmp_path, tmp_path / "b"], None))  # type: ignore[arg-type]  # a stub of the two servers
+    assert [target.url for target in stack.targets] == [opened.url]
+    assert f"not watching a ({endpoint.url}): its endpoint {why}" in output.getvalue()
+
+
+class SiteStub:
+    """Takes targets; Prometheus does not answer."""
+
+    prometheus_url = "http://127.0.0.1:9"
+
+    def __init__(self) -> None:
+        self.targets: list[ScrapeTarget] = []
+
+    def set_targets(self, targets: list[ScrapeTarget]) -> None:
+        """What is to be scraped."""
+        self.targets = targets
 
 
 def alert(name: str, severity: str, state: str = "firing", run: str = "demo") -> dict[str, Any]:
