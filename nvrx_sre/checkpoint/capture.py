@@ -17,7 +17,7 @@ Must not: run a collective, change the state.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,10 +70,18 @@ class Filling:
 
 
 class Capturer:
-    """Captures one generation's tracked objects. `tracked` is read anew at each `refresh`."""
+    """Captures one generation's tracked objects. `tracked` is read anew at each `refresh`.
 
-    def __init__(self, tracked: Mapping[str, object]) -> None:
+    `problems` says which sources it must refuse: by default those that a slot cannot hold at every step.
+    """
+
+    def __init__(
+        self,
+        tracked: Mapping[str, object],
+        problems: Callable[[Iterable[Source]], list[str]] = supported.problems,
+    ) -> None:
         self._tracked = tracked
+        self._problems = problems
         self._fixed: list[Source] | None = None
         self._names: dict[torch.Tensor, str] = {}
         self._groups: dict[str, list[list[str]]] = {}
@@ -214,7 +222,7 @@ class Capturer:
         return all(_same_item(new, old) for new, old in zip(sources, self._sources, strict=True))
 
     def _set_layout(self, sources: list[Source]) -> None:
-        supported.refuse(supported.problems(sources))
+        supported.refuse(self._problems(sources))
         layout = pack([layout_item(source) for source in sources])
         if len(layout.by_fqn) != len(layout.items):
             raise UserError("two tracked tensors have one name: choose other names in track()")
@@ -289,7 +297,7 @@ def _same_item(new: Source, old: Source) -> bool:
 
 
 def layout_item(source: Source) -> LayoutItem:
-    """Layout item of a live tensor, not placed yet. The tensor is one that `supported.problems` passes."""
+    """Layout item of a live tensor, not placed yet. The tensor is one that `supported.refusals` passes."""
     tensor = source.tensor
     local = _local(tensor)
     kind, offset = ItemKind.TENSOR, (0,) * tensor.dim()

@@ -202,6 +202,13 @@ def clear_interrupted(run_dir: Path) -> list[str]:
     return removed
 
 
+def clear_attempts(run_dir: Path, attempt: str, before_generation: int) -> None:
+    """Remove what saves under the name `attempt` left that earlier generations began. Never raises."""
+    for path in checkpoints_path(run_dir).glob(f"{TEMPORARY_PREFIX}*-{attempt}"):
+        if attempt_of(path.name)[1] < before_generation:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def attempt_of(name: str) -> tuple[int, int]:
     """(step, generation) of the save that a temporary directory belongs to, (0, 0) if its name says none."""
     match = manifests.DIRECTORY_NAME.match(name.removeprefix(TEMPORARY_PREFIX))

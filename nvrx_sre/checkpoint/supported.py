@@ -1,9 +1,10 @@
-"""Which tensors can be saved: plain ones, and DTensors whose shards are contiguous blocks of the whole.
+"""Which tensors can be saved, and by which road.
 
-Asked before training (`check`) and again for what comes into being later. What is refused is refused in one
-message that names it, because a state that is saved in part is worse than none.
+    slots       plain tensors, and DTensors whose shards are contiguous blocks of the whole: both tiers
+    the ranks   what a slot cannot hold at every step (`RANKS_ONLY`): the durable tier alone, at the step boundary
+    refused     everything else, before training, in one message: a state that is saved in part is worse than none
 
-Must not: run a collective, touch data.
+Asked before training (`check`), and again for what comes into being later. Must not: run a collective, touch data.
 """
 
 from __future__ import annotations
@@ -22,50 +23,107 @@ from nvrx_sre.core.errors import UserError
 
 NUM_NAMED = 5
 """Tensors named in the message; the rest is counted."""
+RANKS_ONLY = "FSDP1 wrappers, strided shards, tensor subclasses"
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def check(tracked: Mapping[str, object]) -> None:
-    """Raise `UserError` that names whatever of `tracked` cannot be saved, as far as it exists yet."""
-    flat = [
-        f"{name}{'.' * bool(path)}{path} (FSDP1 wrapper)"
-        for name, module in tracking.modules(tracked)
-        for path, inner in module.named_modules()
-        if isinstance(inner, FullyShardedDataParallel)
-    ]
-    refuse(flat or problems(tracking.fixed_sources(tracked)))
+def check(tracked: Mapping[str, object]) -> list[str]:
+    """'name (kind)' of whatever only the ranks can save, as far as it exists yet; [] if slots hold it all.
+
+    Raises `UserError` that names whatever cannot be saved at all.
+    """
+    wrappers = fsdp1_wrappers(tracked)
+    inside = {id(tensor) for module in wrappers.values() for tensor in (*module.parameters(), *module.buffers())}
+    others = [source for source in tracking.fixed_sources(tracked) if id(source.tensor) not in inside]
+    refuse(refusals(others))
+    found = [(source.fqn, kind_for_ranks(source.tensor)) for source in others]
+    return [f"{path} (FSDP1 wrapper)" for path in wrappers] + [f"{fqn} ({kind})" for fqn, kind in found if kind]
+
+
+def fsdp1_wrappers(tracked: Mapping[str, object]) -> dict[str, FullyShardedDataParallel]:
+    """The outermost FSDP1 wrappers inside tracked modules, by their full names."""
+    found: dict[str, FullyShardedDataParallel] = {}
+    for name, module in tracking.modules(tracked):
+        for path, inner in module.named_modules():
+            full = f"{name}.{path}".rstrip(".")
+            if isinstance(inner, FullyShardedDataParallel) and not any(
+                full == outer or full.startswith(f"{outer}.") for outer in found
+            ):
+                found[full] = inner
+    return found
+
+
+def refusals(sources: Iterable[tracking.Source]) -> list[str]:
+    """'name (why)' of each tensor that cannot be saved at all."""
+    found = ((source.fqn, _refusal(source.tensor)) for source in sources)
+    return [f"{fqn} ({why})" for fqn, why in found if why]
 
 
 def problems(sources: Iterable[tracking.Source]) -> list[str]:
-    """'name (why)' of each tensor that cannot be saved."""
-    found = ((source.fqn, _problem(source.tensor)) for source in sources)
-    return [f"{fqn} ({problem})" for fqn, problem in found if problem]
+    """'name (why)' of each tensor that a slot cannot hold."""
+    found = ((source.fqn, _refusal(source.tensor) or kind_for_ranks(source.tensor)) for source in sources)
+    return [f"{fqn} ({why})" for fqn, why in found if why]
 
 
 def refuse(found: list[str]) -> None:
     """Raise `UserError` if anything was found."""
-    if not found:
-        return
+    if found:
+        raise UserError(
+            f"these cannot be saved: {listed(found)}; use FSDP2 (fully_shard), HSDP or DDP with "
+            "plain or evenly nested shards, or leave them out of ctx.track()"
+        )
+
+
+def listed(found: list[str]) -> str:
+    """The first few, and how many more there are."""
     more = f" and {len(found) - NUM_NAMED} more" if len(found) > NUM_NAMED else ""
-    raise UserError(
-        f"these cannot be saved: {', '.join(found[:NUM_NAMED])}{more}; use FSDP2 (fully_shard), HSDP or DDP with "
-        "plain or evenly nested shards, or leave them out of ctx.track()"
-    )
+    return ", ".join(found[:NUM_NAMED]) + more
 
 
-def _problem(tensor: torch.Tensor) -> str:
+def is_subclass(tensor: torch.Tensor) -> bool:
+    """True for a tensor of a type of somebody else's."""
+    return not isinstance(tensor, DTensor) and type(tensor) not in _PLAIN and not _is_unfinished(tensor)
+
+
+def kind_for_ranks(tensor: torch.Tensor) -> str:
+    """Why only the ranks can save it, '' if a slot can hold it. Of a tensor that is not refused."""
     if isinstance(tensor, FlatParameter):
         return "FSDP1 flat parameter"
-    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+    if isinstance(tensor, DTensor):
+        is_strided = any(isinstance(placement, _StridedShard) for placement in tensor.placements)
+        return "strided shard" if is_strided else ""
+    return f"tensor subclass {type(tensor).__name__}" if is_subclass(tensor) else ""
+
+
+def _refusal(tensor: torch.Tensor) -> str:
+    if _is_unfinished(tensor):
         return "not initialised yet"
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             return "partial sum over ranks: reduce it first"
-        if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
-            return "strided shard"
+        if not _is_block(tensor):
+            return "strided shard that is no contiguous block"
         tensor = tensor._local_tensor
+        if is_subclass(tensor):
+            return f"shard of tensor subclass {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}".replace("torch.", "")
-    if tensor.is_meta:
-        return "on the meta device: give it memory before ctx.restore()"
-    return "" if type(tensor) in _PLAIN else f"tensor subclass {type(tensor).__name__}"
+    return "on the meta device: give it memory before ctx.restore()" if tensor.is_meta else ""
+
+
+def _is_unfinished(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+
+
+def _is_block(tensor: DTensor) -> bool:
+    """True unless a strided shard leaves gaps: its factor must be what later mesh dimensions split the same way."""
+    for place, strided in enumerate(tensor.placements):
+        if not isinstance(strided, _StridedShard):
+            continue
+        later = 1
+        for size, other in list(zip(tensor.device_mesh.shape, tensor.placements, strict=True))[place + 1 :]:
+            if other.is_shard(strided.dim) or (isinstance(other, _StridedShard) and other.dim == strided.dim):
+                later *= size
+        if later != strided.split_factor:
+            return False
+    return True

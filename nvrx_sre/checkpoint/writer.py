@@ -93,6 +93,8 @@ class Writer:
                 self._map(message, descriptors)
             elif isinstance(message, wire.WriteSave):
                 self.save(message)
+            elif isinstance(message, wire.Retain):
+                self._retention.request(message.keep, message.epoch)
         self._retention.wait_idle(RETENTION_WAIT_S)
 
     def _map(self, message: wire.MapSlots, descriptors: list[int]) -> None:

@@ -233,6 +233,25 @@ class WriterProgress(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankSave(Message):
+    """Rank 0's report on saves that the ranks write themselves.
+
+    `stage`: begun (of the generation; `message` names what slots cannot hold), then started, written, committed,
+    verified or failed, of a save of `step`, `seconds` after the monotonic `mono_ns`. `reason`: a `schema.SaveFailure`.
+    """
+
+    generation: int
+    step: int
+    stage: str
+    directory: str
+    size_bytes: int
+    seconds: float
+    reason: str
+    message: str
+    mono_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Retired(Message):
     """The writer's retention deleted a checkpoint, in `seconds`."""
 
@@ -263,7 +282,8 @@ class Go(Message):
     A candidate is {"tier": "hot", "step": s, "slot": k, "layout_hash": h} or
     {"tier": "durable", "step": s, "directory": name}. `require_restore`: commits are on record, so an
     exhausted list is an error rather than a fresh start. `passes`: planned fault -> passes already fired.
-    `hot_every`: steps between hot captures, 0 for none, until a `HotInterval` says otherwise.
+    `hot_every`: steps between hot captures, 0 for none, until a `HotInterval` says otherwise. `epoch`: the launcher's,
+    for saves that the ranks commit themselves.
     The store is the generation's own c10d TCPStore, hosted by the launcher.
     """
 
@@ -275,6 +295,7 @@ class Go(Message):
     require_restore: bool
     passes: dict[str, int]
     hot_every: int
+    epoch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +358,14 @@ class WriteSave(Message):
     num_parts: int = 1
     attempt: str = ""
     deadline_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retain(Message):
+    """To the writer: delete what is surplus beside the `keep` newest verified checkpoints, as after its own saves."""
+
+    keep: int
+    epoch: int
 
 
 @dataclass(frozen=True, kw_only=True)

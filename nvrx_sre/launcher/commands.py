@@ -223,6 +223,11 @@ class ReleaseSlots(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetainSaves(Command):
+    """The ranks have saved: have the writer delete what is surplus now."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fence(Command):
     """Write durably: everything above `step` of generations before `generation` is abandoned."""
 

@@ -85,6 +85,7 @@ class Effects:
             c.StartSave: self._start_save,
             c.ReleaseBoundary: self._release_boundary,
             c.ReleaseSlots: self._release_slots,
+            c.RetainSaves: lambda command: self._send_writer(wire.Retain(keep=config.keep, epoch=epoch)),
             c.Fence: self._fence,
             c.MoveRejected: lambda command: self.restorables.move(
                 command.directory, command.step, command.reason, command.message
@@ -234,6 +235,7 @@ class Effects:
                     require_restore=candidates.require_restore,
                     passes=self.passes,
                     hot_every=command.hot_every,
+                    epoch=self._epoch,
                 ),
             )
 
@@ -281,11 +283,7 @@ class Effects:
     def _start_save(self, command: c.StartSave) -> None:
         self._directory.check_leads(self._epoch)
         self.slots.hold(command.slots)
-        writer = next((child for child in self.children.values() if child.role is Role.WRITER), None)
-        if writer is None:
-            return
-        self._send(
-            writer.number,
+        self._send_writer(
             wire.WriteSave(
                 step=command.step,
                 epoch=self._epoch,
@@ -297,6 +295,12 @@ class Effects:
                 passes=self.passes,
             ),
         )
+
+    def _send_writer(self, message: wire.Message) -> None:
+        """A dead writer hears nothing: its successor is told again of what is held."""
+        writer = next((child for child in self.children.values() if child.role is Role.WRITER), None)
+        if writer is not None:
+            self._send(writer.number, message)
 
     def _release_boundary(self, command: c.ReleaseBoundary) -> None:
         for child in self._rank_of:

@@ -42,6 +42,7 @@ from nvrx_sre.launcher.machine_faults import Faults, RootFault
 from nvrx_sre.launcher.machine_generation import Generation
 from nvrx_sre.launcher.machine_job import Job, MachineConfig, MachineStart, Stage
 from nvrx_sre.launcher.machine_progress import Progress
+from nvrx_sre.launcher.machine_rank_saves import RankSaves
 from nvrx_sre.launcher.machine_recovery import Recovery
 from nvrx_sre.launcher.machine_roster import Child, ChildState, Roster
 from nvrx_sre.launcher.machine_saves import Saves
@@ -63,6 +64,7 @@ class Machine:
         self._roster = Roster(self._job)
         self._commits = Commits(self._job)
         self._saves = Saves(self._job, self._roster, self._commits)
+        self._rank_saves = RankSaves(self._job, self._saves)
         self._progress = Progress(self._job, self._roster)
         self._generation = Generation(self._job, self._roster, self._commits, self._saves, self._progress)
         self._faults = Faults(self._job, self._commits)
@@ -97,6 +99,7 @@ class Machine:
             wire.SlotsWanted: self._on_slots_wanted,
             wire.Retired: self._on_retired,
             wire.WriterProgress: lambda child, message, now_ns: self._saves.on_progress(message, now_ns),
+            wire.RankSave: lambda child, message, now_ns: self._rank_saves.on_report(message),
         }
 
     # --- public ---------------------------------------------------------------------------------------------
@@ -136,6 +139,8 @@ class Machine:
         """Take in one fact; the commands that follow from it, in order."""
         if self._job.stage is not Stage.STOPPED:
             self._inputs[type(item)](item, now_ns)
+            if self._job.stage is not Stage.OPEN:
+                self._rank_saves.leave()
             self._recovery.settle(now_ns)
             self._shutdown.poll(now_ns)
             if self._looks_again:

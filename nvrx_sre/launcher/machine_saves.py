@@ -145,7 +145,7 @@ class Saves:
         elif message.stage == "verified":
             self._on_verified(save, message)
         elif message.stage == "failed":
-            self._fail(save, _failure(message.reason), message.message)
+            self._fail(save, failure(message.reason), message.message)
         self.poll(now_ns)
 
     def on_writer_death(self, now_ns: int) -> None:
@@ -304,7 +304,8 @@ class Saves:
         return next((item for item in self._roster.spares(Role.WRITER) if item.state is ChildState.PARKED), None)
 
 
-def _failure(reason: str) -> SaveFailure:
+def failure(reason: str) -> SaveFailure:
+    """The reason that a writer or a rank gave, as one of ours."""
     try:
         return SaveFailure(reason)
     except ValueError:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from nvrx_sre.restart.wrapper import Restarter
     from nvrx_sre.session.injecting import Injector
+    from nvrx_sre.session.rank_saving import RankSaver
     from nvrx_sre.session.saving import HotSaver
 
 USER_PHASES = {"data": Phase.DATA, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
@@ -56,7 +57,7 @@ class Context:
         self._go = go
         self._tracked: dict[str, Any] = {}
         self._times: StepTimes | None = None
-        self._saver: HotSaver | None = None
+        self._saver: HotSaver | RankSaver | None = None
         self._tokens = 0
         self._arrived_ns = 0
         self._results: dict[str, Any] = {}
@@ -140,17 +141,13 @@ class Context:
 
         Collective. Raises `NothingRestorable` if commits are on record and none can be loaded.
         """
-        from nvrx_sre.checkpoint import supported
-        from nvrx_sre.checkpoint.capture import Capturer
-        from nvrx_sre.session.restoring import Restorer
-        from nvrx_sre.session.saving import HotSaver
+        from nvrx_sre.session.restoring import restore
 
         control = self._control
         control.enter(Phase.LOAD)
         self._inject("restore")
         started_ns = control.clock.monotonic_ns()
-        supported.check(self._tracked)
-        step, source = Restorer(self._process, self._go, self.rank, self.device).restore(self._tracked)
+        step, source, self._saver = restore(self._process, self._go, self.rank, self.device, self._tracked)
         now_ns = control.clock.monotonic_ns()
         control.step = self._restored_step = step
         control.send(
@@ -162,7 +159,6 @@ class Context:
                 mono_ns=now_ns,
             )
         )
-        self._saver = HotSaver(self._process, Capturer(self._tracked), self.generation, step)
         control.enter(Phase.FIRST_STEP)
         self._times = StepTimes(control.clock)
         return step
@@ -197,15 +193,20 @@ class Context:
         self._control.progress += 1
         self._control.enter(Phase.STEP, tell=False)
         self._report(value, loss is not None, captured.slot, captured.durable)
-        if captured.durable and self._process.settings.waits_for_writer:
-            self._wait_for_writer(step, times)
+        waits = captured.durable and self._process.settings.waits_for_writer
+        until = self._control.wait_turn if waits else captured.save
+        if until is not None:
+            self._stand_still(step, times, until)
         ambient.set_step(step)
 
-    def _wait_for_writer(self, step: int, times: StepTimes) -> None:
-        """Stand at the boundary until the writer takes the save (`--on-busy wait`); booked as checkpoint time."""
+    def _stand_still(self, step: int, times: StepTimes, until: Callable[[int], object]) -> None:
+        """Stay at the boundary until the ranks have saved, or the writer takes the save (`--on-busy wait`).
+
+        Booked as checkpoint time.
+        """
         times.switch(Phase.SAVE)
         self._control.enter(Phase.SAVE, tell=False)
-        self._control.wait_turn(step)
+        until(step)
         times.switch(Phase.STEP)
         self._control.enter(Phase.STEP, tell=False)
 

@@ -43,6 +43,8 @@ class RankProcess:
         self.control = control
         self.slots: SlotFile | None = None
         self.hot_schedule = HotSchedule(0)
+        self.knows_no_hot_tier = False
+        """It was said that this run has none."""
         self._granted = threading.Condition()
         self._grant: tuple[int, int, int] | None = None
         control.on_slots = self._on_slots

@@ -5,27 +5,38 @@ its own part without touching the model; the verdicts are reduced with MIN; what
 compared; only a candidate that is good everywhere is loaded. So no rank can end up on another step than its peers,
 and a rejected candidate is rejected by all.
 
+State that slots cannot hold (`checkpoint.supported`) goes another road, for the whole run alike: it is restored through
+stand-ins, from durable checkpoints alone, and saved by the ranks themselves.
+
 A shared file system may show a new checkpoint to one rank later than to another: what is not there yet is waited
 for, with a bound. Collective; blocks for as long as the slowest check.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from nvrx_sre.checkpoint import supported
+from nvrx_sre.checkpoint.capture import Capturer
 from nvrx_sre.checkpoint.replicas import differing
 from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate
+from nvrx_sre.checkpoint.stand_ins import StandIns
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import CheckpointCorrupt, NothingRestorable
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import RejectReason, RestoredFrom, Tier
+from nvrx_sre.session import rank_saving
 from nvrx_sre.session.process import RankProcess
+from nvrx_sre.session.rank_saving import RankSaver
+from nvrx_sre.session.saving import HotSaver
 
 VISIBLE_WITHIN_S = 60.0
 """The longest that NFS by default answers from a directory's cached attributes (acdirmax in nfs(5)). Only a checkpoint
@@ -45,6 +56,47 @@ class Candidate(Protocol):
 
     def load(self) -> None:
         """Copy the state into the tracked objects."""
+
+
+def restore(
+    process: RankProcess, go: wire.Go, rank: int, device: torch.device, tracked: Mapping[str, Any]
+) -> tuple[int, RestoredFrom, HotSaver | RankSaver]:
+    """(step, source, what saves from here on) of the state that all ranks now hold. Collective.
+
+    Raises `UserError` for state that cannot be saved, else as `Restorer.restore`.
+    """
+    found = supported.check(tracked)
+    if not rank_saving.needed_by_any(found, device):
+        step, source = Restorer(process, go, rank, device).restore(tracked)
+        return step, source, HotSaver(process, Capturer(tracked), go.generation, step)
+    if rank == 0:
+        _tell_no_hot_tier(process, go, rank_saving.explain(found))
+    stand_ins = StandIns(tracked)
+    durable = replace(go, candidates=[entry for entry in go.candidates if entry["tier"] == Tier.DURABLE])
+    step, source = Restorer(process, durable, rank, device).restore(stand_ins.tracked)
+    if source is not RestoredFrom.FRESH:
+        stand_ins.push()
+    return step, source, RankSaver(process, tracked, go, rank, step)
+
+
+def _tell_no_hot_tier(process: RankProcess, go: wire.Go, text: str) -> None:
+    """Once a process to whoever reads its log, once a generation to the launcher."""
+    if not process.knows_no_hot_tier:
+        process.knows_no_hot_tier = True
+        print(f"nvrx-sre: {text}", file=sys.stderr)
+    process.control.send(
+        wire.RankSave(
+            generation=go.generation,
+            step=0,
+            stage="begun",
+            directory="",
+            size_bytes=0,
+            seconds=0.0,
+            reason="",
+            message=text[:500],
+            mono_ns=process.control.clock.monotonic_ns(),
+        )
+    )
 
 
 class Restorer:

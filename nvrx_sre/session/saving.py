@@ -17,6 +17,7 @@ Invariant: no thread of it outlives `close`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ class Captured:
 
     slot: int
     durable: bool
+    save: Callable[[int], None] | None = None
+    """Where the ranks write a due save themselves: to be called with the step once it is reported."""
 
 
 class HotSaver:

@@ -117,6 +117,7 @@ class World:
             c.StrandSlots: self._on_strand,
             c.StartSave: self._on_start_save,
             c.ReleaseSlots: self._on_release,
+            c.RetainSaves: lambda command: None,
             c.Fence: self._on_fence,
             c.MoveRejected: lambda command: None,
             c.Emit: lambda command: self._emit(command.event, command.generation, command.rank),

@@ -340,20 +340,28 @@ def test_what_cannot_be_saved_is_named_at_once() -> None:
     """One message with every name, before training."""
     model = nn.Module()
     model.good = nn.Parameter(torch.ones(2))
-    model.own = nn.Parameter(torch.ones(2).as_subclass(Subclass))
     model.lazy = nn.LazyLinear(3)
     model.far = nn.Linear(2, 2, device="meta")
     model.register_buffer("sparse", torch.eye(3).to_sparse())
+    model.register_buffer("more", torch.eye(3).to_sparse())
     with pytest.raises(UserError) as caught:
         check({"model": model})
     text = str(caught.value)
-    for part in (
-        "model.own (tensor subclass Subclass)",
-        "model.lazy.weight (not initialised",
-        "model.far.weight (on the",
-    ):
+    for part in ("model.lazy.weight (not initialised", "model.far.weight (on the", "model.sparse (layout sparse"):
         assert part in text
     assert "and 1 more" in text and "model.good" not in text
+
+
+def test_what_no_slot_can_hold_is_named_and_left_to_the_ranks() -> None:
+    """Somebody's own tensor type: not refused, and never captured into a slot."""
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Subclass))
+    assert check({"model": model, "bare": torch.ones(2).as_subclass(Subclass)}) == [
+        "model.weight (tensor subclass Subclass)",
+        "bare (tensor subclass Subclass)",
+    ]
+    with pytest.raises(UserError, match=r"model\.weight \(tensor subclass"):
+        Capturer({"model": model}).refresh()
 
 
 def test_state_of_a_kind_that_cannot_be_saved_is_named_at_the_first_capture() -> None:

@@ -2,7 +2,7 @@
 
     python -m tests.integration.capture_ranks STORE RANK WORLD_SIZE      (one process a rank)
 
-Says one JSON line: case -> "same", or what differs; for kinds that are refused, the message.
+Says one JSON line: case -> "same", or what differs; for kinds that no slot can hold, their names or the refusal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from nvrx_sre.checkpoint.capture import Capturer
@@ -156,13 +157,12 @@ def verdict(wrap: Wrap) -> str:
     return "same" if other.digest() == rank.digest() else "the step behind the restore is another one"
 
 
-def refusal(model: nn.Module) -> str:
-    """Message of a kind that cannot be saved."""
+def names(model: nn.Module) -> str:
+    """What of it only the ranks can save, or the message that it cannot be saved."""
     try:
-        check({"model": model})
+        return ", ".join(check({"model": model}))
     except UserError as error:
         return str(error)
-    return "not refused"
 
 
 def strided(mesh: DeviceMesh) -> nn.Module:
@@ -170,6 +170,14 @@ def strided(mesh: DeviceMesh) -> nn.Module:
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tensor"], [Shard(0)]))
     return fully_shard(model, mesh=mesh["data"])
+
+
+def with_gaps(mesh: DeviceMesh) -> nn.Module:
+    """Every second pair of rows: no contiguous block of the whole."""
+    model = nn.Linear(4, 2 * mesh.size(0), bias=False)
+    gaps = [_StridedShard(0, split_factor=2), Replicate()]
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 4), mesh, gaps, run_check=False))
+    return model
 
 
 def main() -> None:
@@ -183,8 +191,9 @@ def main() -> None:
         "hsdp": verdict(sharded(init_device_mesh("cpu", half, mesh_dim_names=("replicate", "shard")))),
         "ddp": verdict(lambda model: DistributedDataParallel(model, find_unused_parameters=True)),
         "meta": verdict(from_meta),
-        "strided": refusal(strided(init_device_mesh("cpu", half, mesh_dim_names=("data", "tensor")))),
-        "fsdp1": refusal(FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=torch.device("cpu"))),
+        "strided": names(strided(init_device_mesh("cpu", half, mesh_dim_names=("data", "tensor")))),
+        "gaps": names(with_gaps(init_device_mesh("cpu", half, mesh_dim_names=("data", "tensor")))),
+        "fsdp1": names(FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=torch.device("cpu"))),
     }
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()

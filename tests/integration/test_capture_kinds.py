@@ -44,7 +44,8 @@ def test_the_state_of_the_commit_comes_back(verdicts: list[dict[str, str]], case
     assert [said[case] for said in verdicts] == ["same"] * WORLD_SIZE
 
 
-def test_what_cannot_be_saved_is_refused_by_name(verdicts: list[dict[str, str]]) -> None:
-    """Strided shards and FSDP1: every rank says so before training."""
-    assert all("weight (strided shard)" in said["strided"] for said in verdicts)
-    assert all("model (FSDP1 wrapper)" in said["fsdp1"] for said in verdicts)
+def test_what_no_slot_can_hold_is_named(verdicts: list[dict[str, str]]) -> None:
+    """Strided shards and FSDP1 are left to the ranks; a shard with gaps is refused. Every rank says the same."""
+    assert [said["strided"] for said in verdicts] == ["model.weight (strided shard)"] * WORLD_SIZE
+    assert [said["fsdp1"] for said in verdicts] == ["model (FSDP1 wrapper)"] * WORLD_SIZE
+    assert all("model.weight (strided shard that is no contiguous block)" in said["gaps"] for said in verdicts)

@@ -57,6 +57,7 @@ TORCH_MODULES = {
         "rng",
         "save",
         "safetensors_file",
+        "stand_ins",
         "storage",
         "tracked",
         "write",
