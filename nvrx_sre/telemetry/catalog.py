@@ -270,6 +270,7 @@ ROLLBACK_STEPS = _histogram(
     "High water mark at an incident's first fault minus the deepest step restored in it.",
     buckets=ROLLBACK_BUCKETS_STEPS,
 )
+ROLLBACK_MAX = _gauge("nvrx_rollback_max_steps", Unit.STEPS, "Largest rollback so far.")
 OUTAGE_MAX = _gauge("nvrx_outage_max_seconds", Unit.SECONDS, "Longest outage so far.", _LAYER)
 OUTAGE_LAST = _gauge(
     "nvrx_outage_last_seconds", Unit.SECONDS, "Outage of the newest incident that recovered; 0 before the first."
@@ -349,6 +350,9 @@ CHECKPOINT_DELETIONS = _counter(
 )
 CHECKPOINT_DELETION_SECONDS = _histogram(
     "nvrx_checkpoint_deletion_seconds", Unit.SECONDS, "Time of a deletion by retention.", buckets=DURATION_BUCKETS_S
+)
+CHECKPOINT_DELETION_MAX = _gauge(
+    "nvrx_checkpoint_deletion_max_seconds", Unit.SECONDS, "Longest deletion by retention so far."
 )
 CHECKPOINT_REJECTED = _counter(
     "nvrx_checkpoint_rejected_total", Unit.COUNT, "Checkpoints found unusable.", _label("reason", RejectReason)

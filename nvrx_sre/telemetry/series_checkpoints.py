@@ -142,6 +142,7 @@ class CheckpointSeries(SeriesPart):
     def _on_checkpoint_deleted(self, record: Record, event: schema.CheckpointDeleted) -> None:
         self.values.add(catalog.CHECKPOINT_DELETIONS, 1)
         self.values.observe(catalog.CHECKPOINT_DELETION_SECONDS, event.seconds, None, record.time_ns)
+        self.values.raise_to(catalog.CHECKPOINT_DELETION_MAX, event.seconds)
 
     def _on_hot_interval_chosen(self, _: Record, event: schema.HotIntervalChosen) -> None:
         self.values.set(catalog.HOT_INTERVAL, event.every_steps)

@@ -199,6 +199,7 @@ class RecoverySeries(SeriesPart):
         if event.verdict in (Verdict.RECOVERED, Verdict.FLAPPING):
             self.values.observe(catalog.ROLLBACK_STEPS, event.rollback_steps, event.trace_id, record.time_ns)
             self.values.set(catalog.ROLLBACK_LAST, event.rollback_steps)
+            self.values.raise_to(catalog.ROLLBACK_MAX, event.rollback_steps)
             self._reset_budgets(keep=(Cap.WINDOW, Cap.PREEMPTION, Cap.LIFETIME))
 
     def _on_budget_reset(self, _: Record, __: schema.BudgetReset) -> None:

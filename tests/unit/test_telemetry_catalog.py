@@ -30,9 +30,57 @@ def test_every_promised_metric_is_in_the_catalog() -> None:
         nvrx_checkpoint_captured_timestamp_seconds nvrx_checkpoint_interval_expected_seconds
         nvrx_checkpoint_saturation_ratio nvrx_launcher_loop_timestamp_seconds nvrx_standby_ready
         nvrx_halted_timestamp_seconds nvrx_goodput_ratio nvrx_telemetry_dropped_total nvrx_telemetry_errors_total
-        nvrx_generations_total nvrx_launcher_starts_total nvrx_preemptions_total
+        nvrx_generations_total nvrx_launcher_starts_total nvrx_preemptions_total nvrx_last_step_timestamp_seconds
     """
     assert set(promised.split()) <= set(catalog.CATALOG)
+
+
+LABELS_PROMISED = {
+    "nvrx_build_info": ("version", "catalog"),
+    "nvrx_run_info": ("team", "priority", "config"),
+    "nvrx_rank_info": ("rank", "node", "gpu_uuid", "pod"),
+    "nvrx_time_seconds_total": ("state",),
+    "nvrx_gpu_seconds_total": ("state",),
+    "nvrx_steps_total": ("kind",),
+    "nvrx_tokens_total": ("kind",),
+    "nvrx_faults_total": ("fault",),
+    "nvrx_restarts_total": ("layer", "outcome"),
+    "nvrx_incidents_total": ("verdict",),
+    "nvrx_outage_seconds": ("layer",),
+    "nvrx_detection_seconds": ("detector",),
+    "nvrx_rollback_steps": (),
+    "nvrx_budget_used": ("cap",),
+    "nvrx_budget_limit": ("cap",),
+    "nvrx_run_state_entered_timestamp_seconds": ("state",),
+    "nvrx_phase_entered_timestamp_seconds": ("phase",),
+    "nvrx_phase_deadline_seconds": ("phase",),
+    "nvrx_rendezvous_nodes": ("state",),
+    "nvrx_restores_total": ("tier",),
+    "nvrx_saves_total": ("tier", "outcome"),
+    "nvrx_checkpoint_captured_timestamp_seconds": ("tier",),
+    "nvrx_node_faults_total": ("node",),
+}
+"""Family -> labels that rules and dashboards of a site may join on."""
+
+
+@pytest.mark.parametrize("name", LABELS_PROMISED)
+def test_every_promised_label_is_there(name: str) -> None:
+    """A family has at least these labels; a histogram no `fault` (it is a counter's label)."""
+    metric = catalog.CATALOG[name]
+    assert set(LABELS_PROMISED[name]) <= set(metric.label_names)
+    assert metric.type is not MetricType.HISTOGRAM or "fault" not in metric.label_names
+
+
+def test_every_histogram_has_its_maximum_beside_it() -> None:
+    """Seconds are told apart from 0.05 to 3,600; what lies beyond the last bucket is in the maximum, labels alike."""
+    histograms = [metric for metric in catalog.CATALOG.values() if metric.type is MetricType.HISTOGRAM]
+    assert len(histograms) >= 5
+    for metric in histograms:
+        stem, _, unit = metric.name.rpartition("_")
+        greatest = catalog.CATALOG[f"{stem}_max_{unit}"]
+        assert (greatest.type, greatest.label_names) == (MetricType.GAUGE, metric.label_names)
+        if metric.unit is Unit.SECONDS:
+            assert (metric.buckets[0], metric.buckets[-1]) == (0.05, 3600.0)
 
 
 def test_series_stay_within_the_budget() -> None:
