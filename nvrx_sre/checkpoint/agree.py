@@ -64,12 +64,13 @@ def order(
 ) -> list[dict[str, Any]]:
     """All candidates, newest step first, hot before durable at the same step.
 
-    `checkpoints_back` > 0 leaves out every hot candidate and that many of the newest durable ones, but never
-    the last durable one.
+    `checkpoints_back` > 0 leaves out every hot candidate and puts that many of the newest durable ones last, but not
+    the oldest: should those before them turn out damaged, a newer one is still better than none.
     """
     by_age = sorted(durable, key=lambda candidate: (candidate["step"], candidate["generation"]), reverse=True)
     if checkpoints_back > 0:
-        return by_age[min(checkpoints_back, len(by_age) - 1) :] if by_age else []
+        num_last = min(checkpoints_back, max(0, len(by_age) - 1))
+        return [*by_age[num_last:], *by_age[:num_last]]
     both = [*(hot if hot_allowed else ()), *by_age]
     return sorted(both, key=lambda candidate: (-candidate["step"], candidate["tier"] != "hot"))
 

@@ -23,6 +23,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -251,20 +252,14 @@ class SlotFile:
         # A word from before a rollback must not free what lies below the step that is now being taken.
         sealed_step = self.sealed_step if step is None else min(self.sealed_step, step - 1)
         held_slot = self.held_slot
-        free: list[tuple[bool, int, int]] = []
-        for slot in range(self.num_slots):
-            if slot == held_slot:
-                continue
-            header = self.header(slot)
-            if header is None:
-                free.append((False, 0, slot))
-            elif (
-                header.step < sealed_step
-                or _is_left_behind(header, generation, restored_step)
-                or (header.generation == generation == stranded[0] and sealed_step < header.step <= stranded[1])
-            ):
-                free.append((True, header.step, slot))
-        return min(free)[2] if free else None
+        return choose_slot(
+            [None if slot == held_slot else self.header(slot) for slot in range(self.num_slots)],
+            held_slot=held_slot,
+            sealed_step=sealed_step,
+            stranded=stranded,
+            generation=generation,
+            restored_step=restored_step,
+        )
 
     def _put(self, slot: int, packed: bytes) -> None:
         start = self._start(slot)
@@ -282,6 +277,31 @@ class SlotFile:
             # Kernels before 5.14 do not know the advice; fallocate has the pages in the page cache already.
             if error.errno != errno.EINVAL:
                 raise
+
+
+def choose_slot(
+    headers: Sequence[SlotHeader | None],
+    *,
+    held_slot: int,
+    sealed_step: int,
+    stranded: tuple[int, int],
+    generation: int,
+    restored_step: int | None,
+) -> int | None:
+    """The slot to overwrite, None if each is needed. Pure; `SlotFile.free_slot` says what the words mean."""
+    free: list[tuple[bool, int, int]] = []
+    for slot, header in enumerate(headers):
+        if slot == held_slot:
+            continue
+        if header is None:
+            free.append((False, 0, slot))
+        elif (
+            header.step < sealed_step
+            or _is_left_behind(header, generation, restored_step)
+            or (header.generation == generation == stranded[0] and sealed_step < header.step <= stranded[1])
+        ):
+            free.append((True, header.step, slot))
+    return min(free)[2] if free else None
 
 
 def _is_left_behind(header: SlotHeader, generation: int, restored_step: int | None) -> bool:

@@ -96,9 +96,11 @@ class Job:
     _commands: list[Command] = field(default_factory=list)
     _publish: int | None = None
     _strand: int | None = None
+    _local_ranks: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.devices = self.devices_without("")
+        self._local_ranks = {device: index for index, device in enumerate(self.config.devices)}
 
     @property
     def world_size(self) -> int:
@@ -116,7 +118,7 @@ class Job:
 
     def local_rank(self, rank: int) -> int:
         """Index of the rank's device on its node: where it stands as long as the node does, whatever the rank."""
-        return self.config.devices.index(self.devices[rank])
+        return self._local_ranks[self.devices[rank]]
 
     @property
     def pending(self) -> int:

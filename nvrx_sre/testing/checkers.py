@@ -1,7 +1,13 @@
 """What must hold in every journal, recounted from the records alone.
 
-`check_safety` names each rule that a list of records breaks; `check_liveness` what keeps a run from having
-ended. They share no code with the folds they check. Pure.
+`check_safety` names each rule that a list of records breaks; `check_liveness` what keeps a run from having ended
+well. They share no code with the folds they check. Pure.
+
+The design's invariants, and where each is judged: 1 disk and writer of the simulated world (torn slots, two good
+checkpoints, damage found before the load); 2 final states and losses, in the world; 3 restores and fences here, offers
+in the world; 4 `checkers_policy`; 5 and 6 `checkers_goodput` and `checkers_blame`; 7 stamps, generations and saves
+here, epochs in the world; 9 children at the end, in the world. 8 and 10 are about processes and files, which a journal
+does not show: integration tests judge them.
 """
 
 from __future__ import annotations
@@ -10,38 +16,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvrx_sre.core.clock import to_ns
+from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events import schema
-from nvrx_sre.events.schema import Action, FaultClass, Record, StepKind
-from nvrx_sre.policy.classify import RULES, RetryClass
+from nvrx_sre.events.schema import FaultClass, Record, RestoredFrom, StepKind
+from nvrx_sre.testing.checkers_goodput import check_incidents, check_ledger
+from nvrx_sre.testing.checkers_policy import check_policy
 
 
 def check_safety(records: Sequence[Record], caps: CapLimits | None = None) -> list[str]:
     """Broken rules, each with the record's number; empty if all hold."""
-    fold = _Safety(caps=caps or CapLimits())
+    fold = _Safety()
     for record in records:
         fold.apply(record)
-    return fold.problems
+    return fold.problems + check_policy(records, caps or CapLimits()) + check_ledger(records)
 
 
 def check_liveness(records: Sequence[Record]) -> list[str]:
-    """Why these records are not those of a run that ended; empty if it did."""
+    """Why these records are not those of a run that ended in order; empty if it did."""
     if not records:
         return ["no record at all"]
     ends = [record for record in records if isinstance(record.event, schema.RunFinished)]
     if not ends:
         return ["the run never finished"]
-    if records[-1] is not ends[-1]:
-        return [f"something was recorded after the end: {type(records[-1].event).__name__}"]
-    return []
+    if not isinstance(records[-1].event, schema.LauncherStopped):
+        return [f"the last record is {type(records[-1].event).__name__}, not the end of a launcher"]
+    return check_incidents(records, is_finished=_exit_code(ends[-1]) == ExitCode.FINISHED)
+
+
+def _exit_code(record: Record) -> int:
+    assert isinstance(record.event, schema.RunFinished)
+    return record.event.exit_code
 
 
 @dataclass(kw_only=True)
 class _Safety:
     """Fold that recounts what matters."""
 
-    caps: CapLimits
     problems: list[str] = field(default_factory=list)
     high_water: int = 0
     formed: int = 0
@@ -51,14 +62,20 @@ class _Safety:
     seq: int = 0
     epoch: int = 0
     time_ns: int = 0
-    faults: list[Record] = field(default_factory=list)
-    """Faults since progress."""
-    last_fault: Record | None = None
     faulted_generations: set[int] = field(default_factory=set)
     is_decided: bool = True
     has_finished: bool = False
-    has_progress: bool = True
-    layer: schema.Layer = schema.Layer.IN_PROCESS
+    has_stopped: bool = False
+    checkpoints_back: int = 0
+    """How much further back the next restore must be than the newest checkpoint."""
+    sealed: int = -1
+    """Newest step that was sealed on every rank, as far as is recorded."""
+    is_draining: bool = False
+    """The launcher ends for a preemption or a halt."""
+    num_started: int = 0
+    """Saves that were started since the drain began."""
+    good: set[tuple[int, int]] = field(default_factory=set)
+    """(generation, step) of verified checkpoints that nothing has rejected, deleted or abandoned."""
     saves: dict[tuple[int, int], str] = field(default_factory=dict)
     """Stage of the save of (generation, step)."""
     fences: list[tuple[int, int]] = field(default_factory=list)
@@ -74,16 +91,22 @@ class _Safety:
 
     def _check_stamp(self, record: Record) -> None:
         if record.epoch > self.epoch:
-            self.epoch, self.has_finished = record.epoch, False
-            self.saves.clear()
-        elif record.epoch < self.epoch or self.has_finished:
+            self._enter_epoch(record)
+        elif record.epoch < self.epoch or self.has_stopped:
             self.problem(record, "recorded after the end of its epoch")
+        elif self.has_finished and not isinstance(record.event, schema.LauncherStopped | schema.IncidentClosed):
+            self.problem(record, "recorded after the end of its run")
         if record.seq <= self.seq or record.time_ns < self.time_ns:
             self.problem(record, "sequence or time went back")
         self.seq, self.time_ns = record.seq, record.time_ns
-        needs_decision = not self.is_decided and not isinstance(record.event, schema.RestartDecided)
-        if needs_decision:
+        if not self.is_decided and not isinstance(record.event, schema.RestartDecided):
             self.problem(record, "follows a fault that nobody decided on")
+
+    def _enter_epoch(self, record: Record) -> None:
+        self.epoch, self.seq, self.has_finished, self.has_stopped = record.epoch, 0, False, False
+        # A launcher that was killed may not have recorded its newest decision.
+        self.is_decided = True
+        self.sealed, self.is_draining, self.checkpoints_back = -1, False, 0
 
     def on_formed(self, record: Record, event: schema.GenerationFormed) -> None:
         if record.generation <= self.formed:
@@ -94,6 +117,7 @@ class _Safety:
         if event.high_water != self.high_water:
             self.problem(record, f"says H is {event.high_water}, it is {self.high_water}")
         self.fences.append((record.generation, event.step))
+        self.good = {key for key in self.good if not (key[0] < record.generation and key[1] > event.step)}
 
     def on_restored(self, record: Record, event: schema.StateRestored) -> None:
         if record.generation != self.formed:
@@ -102,6 +126,13 @@ class _Safety:
             self.problem(record, f"went back to {event.step} below {self.high_water} without a fence")
         if event.step > self.high_water:
             self.problem(record, f"restored step {event.step}, which was executed and never counted")
+        newest = max((step for _, step in self.good), default=-1)
+        if self.checkpoints_back and event.source is RestoredFrom.HOT:
+            self.problem(record, "restored from the hot tier where an older checkpoint was decided on")
+        if not self.checkpoints_back and event.step < newest:
+            self.problem(record, f"restored {event.step} although {newest} is verified")
+        self.checkpoints_back = 0
+        self.sealed = self.sealed if self.sealed == event.step else -1
         self.restored = record.generation
         self.step = event.step
 
@@ -121,11 +152,12 @@ class _Safety:
             self.problem(record, "committed before it started")
         self.step = event.last_step
         self.high_water = max(self.high_water, event.last_step)
+        if not event.proven_by_restore:
+            self.sealed = event.hot_sealed_step
         if event.kind is StepKind.NEW:
             self.new_steps.update(range(event.first_step, event.last_step + 1))
         if len(self.new_steps) != self.high_water:
             self.problem(record, f"{len(self.new_steps)} new steps were counted, H is {self.high_water}")
-        self._progressed(event.hot_sealed_step, is_hot=True)
 
     def _check_proven(self, record: Record, event: schema.StepsCommitted) -> None:
         if record.generation != self.formed or self.restored == self.formed:
@@ -140,46 +172,41 @@ class _Safety:
             self.problem(record, f"second root fault of generation {record.generation}")
         if record.generation == self.formed:
             self.faulted_generations.add(record.generation)
-        if self.has_progress:
-            self.faults = []
-        self.faults.append(record)
-        self.last_fault = record
-        self.has_progress = self.is_decided = False
+        if event.fault is FaultClass.NODE_LOST:
+            self.sealed = -1
+        self.is_decided = False
 
     def on_decided(self, record: Record, event: schema.RestartDecided) -> None:
-        if self.is_decided:
-            self.problem(record, "a decision without a fault")
-            return
         self.is_decided = True
-        self.layer = schema.Layer.JOB if event.action is Action.STOP else event.layer
-        fault = self.faults[-1].event
-        assert isinstance(fault, schema.FaultDetected)
-        num_attempts = len(self.faults)
-        if event.restarts_since_progress != num_attempts:
-            self.problem(record, f"counts {event.restarts_since_progress} attempts, there were {num_attempts}")
-        waits = RULES[fault.fault].retry in (RetryClass.TRANSIENT, RetryClass.NODE)
-        age_ns = record.time_ns - self.faults[0].time_ns
-        is_over = num_attempts >= self.caps.consecutive_attempts
-        is_in_grace = waits and age_ns < to_ns(self.caps.transient_grace_s)
-        if event.action is Action.RESTART and is_over and not is_in_grace and not event.is_excluding:
-            self.problem(record, f"restart after {num_attempts} attempts without progress")
-        if event.action is Action.STOP and num_attempts == 1 and fault.fault not in _INCURABLE:
-            self.problem(record, "a run with progress was stopped")
-        if event.action is Action.RESTART and num_attempts == 1 and event.backoff_s > 0:
-            self.problem(record, "back-off although there was progress")
+        self.checkpoints_back = max(self.checkpoints_back, event.checkpoints_back)
 
-    def on_reset(self, record: Record, event: schema.BudgetReset) -> None:
-        self.faults = []
-        self.has_progress = True
+    def on_excluded(self, record: Record, event: schema.RankExcluded) -> None:
+        """What was sealed is of no use to another world; from how far back that begins is decided with it."""
+        self.sealed = -1
+        self.checkpoints_back = 0
+
+    def on_draining(self, record: Record, event: schema.Event) -> None:
+        self.is_draining, self.num_started = True, 0
 
     def on_finished(self, record: Record, event: schema.RunFinished) -> None:
+        if self.has_finished:
+            self.problem(record, "finished twice")
         self.has_finished = True
+        busy = [key for key, stage in self.saves.items() if stage in ("started", "committed")]
+        if busy:
+            self.problem(record, f"the saves {busy} have neither ended nor failed")
+        if self.is_draining and not self.num_started and self.sealed > self._newest_committed():
+            self.problem(record, f"step {self.sealed} was sealed on every rank and not saved before the end")
+
+    def on_stopped(self, record: Record, event: schema.LauncherStopped) -> None:
+        self.has_stopped = True
 
     def on_save_started(self, record: Record, event: schema.SaveStarted) -> None:
         busy = [key for key, stage in self.saves.items() if stage in ("started", "committed")]
         if busy:
             self.problem(record, f"save of step {event.step} started while {busy} is in flight")
         self.saves[record.generation, event.step] = "started"
+        self.num_started += 1
 
     def on_save_committed(self, record: Record, event: schema.SaveCommitted) -> None:
         if self.saves.get((record.generation, event.step)) != "started":
@@ -192,22 +219,18 @@ class _Safety:
         if self.saves.get((record.generation, event.step)) != "committed":
             self.problem(record, f"verified step {event.step} that was not committed")
         self.saves[record.generation, event.step] = "verified"
-        self._progressed(event.step, is_hot=False)
+        self.good.add((record.generation, event.step))
 
     def on_save_failed(self, record: Record, event: schema.SaveFailed) -> None:
         self.saves[record.generation, event.step] = "failed"
 
-    def _progressed(self, step: int, *, is_hot: bool) -> None:
-        if self.last_fault is None:
-            return
-        fault = self.last_fault.event
-        assert isinstance(fault, schema.FaultDetected)
-        survives = not is_hot or (self.layer is not schema.Layer.JOB and fault.fault is not FaultClass.NODE_LOST)
-        if survives and step > fault.high_water:
-            self.has_progress = True
+    def on_checkpoint_gone(self, record: Record, event: schema.CheckpointRejected | schema.CheckpointDeleted) -> None:
+        self.good = {key for key in self.good if key[1] != event.step}
+
+    def _newest_committed(self) -> int:
+        return max((key[1] for key, stage in self.saves.items() if stage in ("committed", "verified")), default=-1)
 
 
-_INCURABLE = frozenset({FaultClass.USER_ERROR, FaultClass.PREEMPTION, FaultClass.CHECKPOINT_CORRUPT})
 _HANDLERS: dict[type[schema.Event], Callable[[_Safety, Record, Any], None]] = {
     schema.GenerationFormed: _Safety.on_formed,
     schema.RolledBack: _Safety.on_rolled_back,
@@ -215,10 +238,15 @@ _HANDLERS: dict[type[schema.Event], Callable[[_Safety, Record, Any], None]] = {
     schema.StepsCommitted: _Safety.on_steps,
     schema.FaultDetected: _Safety.on_fault,
     schema.RestartDecided: _Safety.on_decided,
-    schema.BudgetReset: _Safety.on_reset,
+    schema.RankExcluded: _Safety.on_excluded,
+    schema.PreemptionReceived: _Safety.on_draining,
+    schema.HaltRequested: _Safety.on_draining,
     schema.RunFinished: _Safety.on_finished,
+    schema.LauncherStopped: _Safety.on_stopped,
     schema.SaveStarted: _Safety.on_save_started,
     schema.SaveCommitted: _Safety.on_save_committed,
     schema.SaveVerified: _Safety.on_save_verified,
     schema.SaveFailed: _Safety.on_save_failed,
+    schema.CheckpointRejected: _Safety.on_checkpoint_gone,
+    schema.CheckpointDeleted: _Safety.on_checkpoint_gone,
 }

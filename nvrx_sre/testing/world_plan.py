@@ -1,11 +1,17 @@
-"""What goes wrong in a simulated world: planned faults, and plans drawn from a seed. Pure."""
+"""What goes wrong in a simulated world: planned faults, and whole scenarios drawn from a seed. Pure.
+
+Model: a swarm. Each seed enables a random subset of the fault kinds and draws its faults from those alone, besides the
+size and pace of the job: so some seeds hammer one kind and others mix many, which finds more than every seed mixing
+everything (Groce et al., Swarm Testing, ISSTA 2012).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from nvrx_sre.core.rng import Generator
+from nvrx_sre.core.limits import Deadlines, DeadlineTuning, Limits
+from nvrx_sre.core.rng import Generator, seeded
 from nvrx_sre.events.schema import Phase
 
 
@@ -18,26 +24,38 @@ class SimKind(StrEnum):
     HANG = "hang"
     HANG_NATIVE = "hang_native"
     SIGSTOP = "sigstop"
+    SLOW = "slow"
     NONFINITE = "nonfinite"
     USER_ERROR = "user_error"
     NODE_KILL = "node_kill"
     WRITER_KILL = "writer_kill"
     STORAGE = "storage"
+    SLOW_DISK = "slow_disk"
+    CORRUPT = "corrupt"
     UNFIT = "unfit"
     LINK_FLAP = "link_flap"
     BAD_START = "bad_start"
     SIGTERM = "sigterm"
     HALT = "halt"
     LAUNCHER_KILL = "launcher_kill"
+    LAUNCHER_STALL = "launcher_stall"
+    LAUNCHER_SUPERSEDED = "launcher_superseded"
+    HOST_KILL = "host_kill"
+    HOST_CUT = "host_cut"
+    SLOW_LINK = "slow_link"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimFault:
     """A fault that fires when `rank` executes `step` (or, with `phase`, enters that phase from a step on).
 
-    It fires `times` times (0: on every pass), each time its condition is met. `unfit` makes the rank report
-    itself unfit after the next teardown; `storage` fails the next save; `link_flap` gives every rank a
-    communication error without a death; after `bad_start` the next process started dies while importing.
+    It fires `times` times (0: on every pass), each time its condition is met. In a phase before the step loop it waits
+    until the run has come to the step before `step`, so that it strikes a recovery. What a kind's name does not tell:
+    `slow` takes a healthy rank half a deadline for one step; `unfit` makes the rank report itself unfit after the next
+    teardown; `storage` fails the next save, `slow_disk` lets it take longer than its deadline, `corrupt` damages the
+    newest commit; `link_flap` gives every rank a communication error without a death; after `bad_start` the next
+    process started dies while importing; `launcher_stall` stops the launcher for a while, `launcher_superseded` for so
+    long that another one takes over; the last three hit the host of the rank or its link to the leader's.
     """
 
     kind: SimKind
@@ -47,6 +65,61 @@ class SimFault:
     times: int = 1
 
 
+SIMULATED_LIMITS = Limits(
+    deadlines=Deadlines(
+        init_s=20.0, rendezvous_s=8.0, rebuild_s=8.0, load_s=8.0, first_step_s=8.0, step_s=6.0, data_s=6.0, save_s=20.0
+    ),
+    tuning=DeadlineTuning(num_samples=20, floor_s=4.0),
+)
+"""Deadlines that fit the simulated pace; the caps are the real ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """Size and pace of a simulated run."""
+
+    num_ranks: int = 2
+    num_hosts: int = 1
+    """Hosts in blocks of ranks; the leader's launcher and the writer live on the first."""
+    num_steps: int = 40
+    min_world_size: int | None = None
+    """Fewest ranks that the run goes on with; None: all."""
+    world_multiple: int = 1
+    tunes_deadlines: bool = False
+    num_standbys: int = 1
+    save_every: int = 5
+    hot_every: int | None = 1
+    """None: chosen by measurement."""
+    capture_cost_s: float = 0.0
+    """What a step that is captured takes longer than its 50 ms."""
+    drop_rate: float = 0.01
+    """Share of step reports that are lost on the way (a full socket)."""
+    late_report_rate: float = 0.0
+    """Share of steps that a rank reports only once their capture is sealed: it may die, or be interrupted, before."""
+    limits: Limits = SIMULATED_LIMITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmOptions:
+    """What a swarm of seeds has in common."""
+
+    num_ranks: int = 8
+    """Most ranks; the seeds draw smaller worlds as well."""
+    num_hosts: int = 1
+    """Most hosts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A job and what happens to it."""
+
+    seed: int
+    config: WorldConfig
+    kinds: tuple[SimKind, ...]
+    """Kinds that this seed enabled."""
+    faults: tuple[SimFault, ...] = field(default=())
+
+
 _LIGHT = (
     SimKind.EXCEPTION,
     SimKind.SIGKILL,
@@ -54,30 +127,80 @@ _LIGHT = (
     SimKind.HANG,
     SimKind.HANG_NATIVE,
     SimKind.SIGSTOP,
+    SimKind.SLOW,
+    SimKind.NONFINITE,
     SimKind.WRITER_KILL,
     SimKind.STORAGE,
+    SimKind.SLOW_DISK,
+    SimKind.CORRUPT,
     SimKind.UNFIT,
     SimKind.NODE_KILL,
     SimKind.LINK_FLAP,
     SimKind.BAD_START,
+    SimKind.LAUNCHER_STALL,
 )
-_ENDING = (SimKind.SIGTERM, SimKind.HALT, SimKind.LAUNCHER_KILL)
+_ENDING = (SimKind.SIGTERM, SimKind.HALT, SimKind.LAUNCHER_KILL, SimKind.LAUNCHER_SUPERSEDED)
+_OF_HOSTS = (SimKind.HOST_KILL, SimKind.HOST_CUT, SimKind.SLOW_LINK)
+HARMLESS = frozenset(
+    {SimKind.SLOW, SimKind.WRITER_KILL, SimKind.STORAGE, SimKind.SLOW_DISK, SimKind.CORRUPT, SimKind.LAUNCHER_STALL}
+)
+"""Kinds that must not end a rank: by themselves they are no fault."""
 _PHASES = (Phase.RENDEZVOUS, Phase.REBUILD, Phase.LOAD, Phase.FIRST_STEP)
+_MAX_FAULTS = 6
+_MANY_FAULTS = 20
+_MANY_SHARE = 0.15
+_ENDING_SHARE = 0.2
+_EARLY_SHARE = 0.3
+_HARMLESS_SHARE = 0.1
 
 
-def draw_plan(rng: Generator, *, num_ranks: int, num_steps: int) -> list[SimFault]:
-    """Up to five faults; some hit a recovery (a phase before the first step), some end the launcher."""
-    plan = []
-    for _ in range(rng.randint(0, 5)):
-        kind = rng.choice(_ENDING) if rng.random() < 0.15 else rng.choice(_LIGHT)
-        is_early = rng.random() < 0.3
-        plan.append(
+def draw_scenario(seed: int, options: SwarmOptions) -> Scenario:
+    """Job and faults of a seed: the same for the same seed and options."""
+    rng = seeded(seed)
+    num_ranks = rng.choice([size for size in (1, 2, 2, 3, 4) if size < options.num_ranks] + [options.num_ranks] * 2)
+    num_hosts = rng.randint(1, min(options.num_hosts, num_ranks))
+    world_multiple = rng.choice((1, 1, 2)) if num_ranks > 2 else 1
+    config = WorldConfig(
+        num_ranks=num_ranks,
+        num_hosts=num_hosts,
+        min_world_size=rng.choice((None, max(1, num_ranks // 2))),
+        world_multiple=world_multiple if num_ranks % world_multiple == 0 else 1,
+        tunes_deadlines=rng.random() < 0.3,
+        # A standby can become any rank of its node, not of another one.
+        num_standbys=rng.choice((0, 1, 2)) if num_hosts == 1 else 0,
+        num_steps=rng.choice((40, 40, 40, 120)),
+        save_every=rng.choice((5, 5, 12)),
+        hot_every=rng.choice((1, 1, 1, 3, None)),
+        capture_cost_s=rng.choice((0.0, 0.001, 0.02)),
+        late_report_rate=rng.choice((0.0, 0.0, 0.5)),
+    )
+    kinds = _enabled(rng, [*_LIGHT, *_ENDING, *(_OF_HOSTS if num_hosts > 1 else ())])
+    if rng.random() < _HARMLESS_SHARE:
+        kinds = tuple(kind for kind in kinds if kind in HARMLESS)
+    return Scenario(seed=seed, config=config, kinds=kinds, faults=_draw_faults(rng, kinds, config))
+
+
+def _enabled(rng: Generator, kinds: list[SimKind]) -> tuple[SimKind, ...]:
+    """A random subset: each kind by the toss of a coin, none of them in a few seeds."""
+    return tuple(kind for kind in kinds if rng.random() < 0.5)
+
+
+def _draw_faults(rng: Generator, kinds: tuple[SimKind, ...], config: WorldConfig) -> tuple[SimFault, ...]:
+    """Some hit a recovery (a phase before the first step); those that end a launcher are rarer than the others."""
+    light = [kind for kind in kinds if kind not in _ENDING]
+    ending = [kind for kind in kinds if kind in _ENDING]
+    faults = []
+    for _ in range(rng.randint(0, _MANY_FAULTS if rng.random() < _MANY_SHARE else _MAX_FAULTS)):
+        pool = ending if ending and (not light or rng.random() < _ENDING_SHARE) else light
+        if not pool:
+            break
+        faults.append(
             SimFault(
-                kind=kind,
-                rank=rng.randrange(num_ranks),
-                step=rng.randint(1, num_steps),
-                phase=rng.choice(_PHASES) if is_early else Phase.STEP,
+                kind=rng.choice(pool),
+                rank=rng.randrange(config.num_ranks),
+                step=rng.randint(1, config.num_steps),
+                phase=rng.choice(_PHASES) if rng.random() < _EARLY_SHARE else Phase.STEP,
                 times=rng.choice((1, 1, 1, 2, 3)),
             )
         )
-    return plan
+    return tuple(faults)

@@ -3,29 +3,53 @@
 A worker computes, meets its peers in a collective at every step, begins a capture and reports; the copy runs beside
 the next step and ends before that step changes the state. Time passes only through the world's queue; what is
 scheduled for a process is void once it was interrupted or died (`token`), except the copy, which only death stops.
+A stopped process does nothing and is not told of anything.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from nvrx_sre.checkpoint.slots import SlotHeader
+from nvrx_sre.core.errors import NothingRestorable
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Phase, Role
+from nvrx_sre.events.schema import Phase, RejectReason, RestoredFrom, Role, SaveFailure, Tier
+from nvrx_sre.testing.world_disk import Commit, content
+from nvrx_sre.testing.world_faults import inject
 from nvrx_sre.testing.world_plan import SimKind
-from nvrx_sre.testing.world_storage import Commit, Content
 
 if TYPE_CHECKING:
-    from nvrx_sre.testing.world import World
+    from nvrx_sre.testing.world_launcher import SimLauncher
 
 ALIVE_S = 1.0
 FRESH = "fresh"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a generation may restore: entries as in `Go`, best first, each with what is found there."""
+
+    candidates: list[tuple[dict[str, Any], SlotHeader]]
+    requires_restore: bool
+    """Commits were on record when the generation was opened."""
+
+
+@functools.lru_cache(maxsize=4096)
 def next_state(state: str, step: int) -> str:
     """The state after `step`: depends on the whole line of steps before it."""
     return hashlib.sha256(f"{state}/{step}".encode()).hexdigest()[:16]
+
+
+def state_after(num_steps: int) -> str:
+    """The state of an uninterrupted run."""
+    state = FRESH
+    for step in range(1, num_steps + 1):
+        state = next_state(state, step)
+    return state
 
 
 def loss_of(state: str) -> float:
@@ -36,11 +60,13 @@ def loss_of(state: str) -> float:
 class SimChild:
     """A process: lives, turns, sends in order, dies. Messages sent before death arrive before it is told."""
 
-    def __init__(self, world: World, number: int, role: Role, pid: int) -> None:
-        self.world = world
+    def __init__(self, launcher: SimLauncher, number: int, role: Role, host: int) -> None:
+        self.launcher = launcher
+        self.world = launcher.world
         self.number = number
         self.role = role
-        self.pid = pid
+        self.host = host
+        self.pid = self.world.new_pid()
         self.is_alive = True
         self.is_stopped = False
         self.token = 0
@@ -58,11 +84,16 @@ class SimChild:
 
     def send(self, message: wire.Message) -> None:
         """Put a message on the channel: delivered in order after a short random delay."""
-        self.world.deliver(self, message)
+        self.launcher.deliver(self, message)
+
+    @property
+    def now_ns(self) -> int:
+        """Monotonic now."""
+        return self.world.now_ns
 
     def delivery_ns(self, delay_ns: int) -> int:
         """When the next packet of this child arrives: never before an earlier one."""
-        self._last_delivery_ns = max(self._last_delivery_ns, self.world.clock.monotonic_ns() + delay_ns)
+        self._last_delivery_ns = max(self._last_delivery_ns, self.now_ns + delay_ns)
         return self._last_delivery_ns
 
     def begin(self) -> None:
@@ -70,43 +101,66 @@ class SimChild:
         self.later(0.3, 1.5, self._hello)
 
     def _hello(self) -> None:
-        self.send(wire.Hello(pid=self.pid, start_ticks=self.pid, mono_ns=self.world.clock.monotonic_ns()))
-        self.send(wire.Parked(fit=True, note="", mono_ns=self.world.clock.monotonic_ns()))
+        self.send(wire.Hello(pid=self.pid, start_ticks=self.pid, mono_ns=self.now_ns))
+        self.send(wire.Parked(fit=True, note="", mono_ns=self.now_ns))
 
     def on_leave(self) -> None:
         """Told to end in order."""
-        self.later(0.001, 0.01, lambda: self.world.die(self, exit_code=0, signal=None))
+        self.later(0.001, 0.01, lambda: self.launcher.die(self, exit_code=0, signal=None))
 
 
 class SimWriter(SimChild):
-    """The durable writer: one save at a time, in stages."""
+    """The durable writer: one save at a time, in stages, then retention. It stands for the writers of all hosts."""
 
     def write(self, step: int, generation: int, slots: tuple[int, ...]) -> None:
         """Begin a save; contents are read while it runs, so the slots must be left alone."""
-        mapped = list(self.world.storage.slots)  # a mapping outlives the launcher's dropping of the slots
+        mapped = list(self.launcher.slots)  # a mapping outlives the launcher's dropping of the slots
         taken = [mapped[rank].contents[slot] for rank, slot in enumerate(slots)]
+        if any(item is None or (item.step, item.generation) != (step, generation) for item in taken):
+            # Lost with its node, or overwritten before the launcher, which was behind, could hold it.
+            self.world.reach("a writer found a slot that held another step")
+            self.later(0.01, 0.1, lambda: self._report(step, "failed", SaveFailure.INTERRUPTED))
+            return
 
         def written() -> None:
             now = [mapped[rank].contents[slot] for rank, slot in enumerate(slots)]
-            if now != taken or any(item is None or item.step != step for item in taken):
+            if now != taken:
                 self.world.violation(f"slots of the held save of step {step} were overwritten")
             self._report(step, "written")
-            self.later(0.01, 0.1, lambda: self._commit(step, generation, taken))
+            self.later(0.01, 0.1, lambda: self._commit(step, generation, taken[0]))
 
-        self.later(0.05, 1.5, written)
+        low_s, high_s = (0.05, 1.5)
+        if self.world.fires(SimKind.SLOW_DISK, step):
+            self.world.reach("a save was overdue")
+            low_s = high_s = 2 * self.world.config.limits.deadlines.save_s
+        self.later(low_s, high_s, written)
 
-    def _commit(self, step: int, generation: int, contents: list[Content | None]) -> None:
-        world = self.world
-        if world.fires(SimKind.STORAGE, 0, step, Phase.STEP):
-            self._report(step, "failed", "storage")
+    def _commit(self, step: int, generation: int, taken: SlotHeader | None) -> None:
+        disk, world = self.world.disk, self.world
+        if world.fires(SimKind.STORAGE, step):
+            self._report(step, "failed", SaveFailure.STORAGE)
             return
-        if world.storage.is_abandoned(generation, step):
-            self._report(step, "failed", "abandoned_line")
+        if disk.epoch > self.launcher.epoch or disk.is_abandoned(generation, step) or taken is None:
+            world.reach("a writer refused to commit an abandoned line")
+            self._report(step, "failed", SaveFailure.ABANDONED_LINE)
             return
-        kept = [item for item in contents if item is not None]
-        world.storage.commits.append(Commit(step=step, generation=generation, contents=kept))
+        commit = Commit(step=step, generation=generation, epoch=self.launcher.epoch, content=taken)
+        disk.commit(commit)
         self._report(step, "committed")
-        self.later(0.02, 0.3, lambda: self._report(step, "verified"))
+        self.later(0.02, 0.3, lambda: self._verify(commit))
+
+    def _verify(self, commit: Commit) -> None:
+        commit.verified = True
+        self._report(commit.step, "verified")
+        self.later(0.01, 0.2, self._retain)
+
+    def _retain(self) -> None:
+        disk = self.world.disk
+        if disk.epoch > self.launcher.epoch:
+            return
+        for gone in disk.retain():
+            self.world.reach("retention deleted a checkpoint")
+            self.send(wire.Retired(step=gone.step, directory=gone.directory, seconds=0.01))
 
     def _report(self, step: int, stage: str, reason: str = "") -> None:
         self.send(
@@ -125,8 +179,8 @@ class SimWriter(SimChild):
 class SimWorker(SimChild):
     """A worker or standby: parks, becomes a rank, runs generations."""
 
-    def __init__(self, world: World, number: int, role: Role, pid: int) -> None:
-        super().__init__(world, number, role, pid)
+    def __init__(self, launcher: SimLauncher, number: int, role: Role, host: int) -> None:
+        super().__init__(launcher, number, role, host)
         self.rank = -1
         self.generation = 0
         self.step = 0
@@ -140,6 +194,8 @@ class SimWorker(SimChild):
         self.is_unfit = False
         self.hot_plan = (0, 0, 0)
         """(interval before, step from which the other holds, interval from there on)."""
+        self.delay_s = 0.0
+        """What the next step takes longer than usual."""
         self._seconds = 0.0
         self._is_copying = False
         self._after_copy: Callable[[], None] | None = None
@@ -155,14 +211,14 @@ class SimWorker(SimChild):
         self.role = Role.WORKER
         self.later(0.001, 0.02, lambda: self._ready(generation))
 
-    def go(self, generation: int, candidates: list[tuple[str, Content]]) -> None:
+    def go(self, generation: int, offer: Offer) -> None:
         """Run the training function in `generation`."""
         self.generation = generation
         self.step = 0
         self.is_waiting = False
         self._seconds = 0.0
         self._enter(Phase.RENDEZVOUS)
-        self._meet("rendezvous", lambda: self._rebuild(candidates))
+        self._meet("rendezvous", lambda: self._rebuild(offer))
 
     def set_interval(self, every: int, from_step: int) -> None:
         """Capture at another interval from a step on."""
@@ -173,7 +229,7 @@ class SimWorker(SimChild):
         if generation != self.generation or self.is_stuck:
             return
         self.token += 1
-        self.world.leave_group(self)
+        self.launcher.leave_group(self)
         self.later(0.001, 0.03, lambda: self._acked(generation))
 
     def on_leave(self) -> None:
@@ -185,7 +241,7 @@ class SimWorker(SimChild):
         """The training function raised: report, then wait for the interrupt."""
         self.token += 1
         self.is_waiting = True
-        self.world.leave_group(self)
+        self.launcher.leave_group(self)
         self.send(
             wire.Fault(
                 generation=self.generation,
@@ -197,7 +253,7 @@ class SimWorker(SimChild):
                 stack="",
                 step=self.step + 1,
                 phase="step",
-                mono_ns=self.world.clock.monotonic_ns(),
+                mono_ns=self.now_ns,
             )
         )
 
@@ -210,47 +266,78 @@ class SimWorker(SimChild):
                     generation=self.generation,
                     step=self.step,
                     progress=self.progress,
-                    mono_ns=self.world.clock.monotonic_ns(),
+                    mono_ns=self.now_ns,
                 )
             )
         self.world.schedule(ALIVE_S, self._alive)
 
     def _acked(self, generation: int) -> None:
         self.is_waiting = True
-        self.send(wire.Acked(generation=generation, mono_ns=self.world.clock.monotonic_ns()))
+        self.send(wire.Acked(generation=generation, mono_ns=self.now_ns))
         self._when_copied(lambda: self.later(0.005, 0.05, lambda: self._ready(generation + 1)))
 
     def _ready(self, generation: int) -> None:
         fit, self.is_unfit = not self.is_unfit, False
         self.progress = 0
-        self.send(wire.Ready(generation=generation, fit=fit, reason="", mono_ns=self.world.clock.monotonic_ns()))
+        self.send(wire.Ready(generation=generation, fit=fit, reason="", mono_ns=self.now_ns))
 
-    def _rebuild(self, candidates: list[tuple[str, Content]]) -> None:
+    def _rebuild(self, offer: Offer) -> None:
         self._enter(Phase.REBUILD)
-        self.later(0.005, 0.05, lambda: self._load(candidates))
+        if self._injected(Phase.REBUILD):
+            return
+        self.later(0.005, 0.05, lambda: self._load(offer))
 
-    def _load(self, candidates: list[tuple[str, Content]]) -> None:
+    def _load(self, offer: Offer) -> None:
         self._enter(Phase.LOAD)
-        self._meet("load", lambda: self._restore(candidates))
+        self._meet("load", lambda: self._restore(offer))
 
-    def _restore(self, candidates: list[tuple[str, Content]]) -> None:
-        source, content = candidates[0] if candidates else (FRESH, None)
-        self.step = self.restored_step = 0 if content is None else content.step
-        self.state = FRESH if content is None else content.state
+    def _restore(self, offer: Offer) -> None:
+        """Walk back together to the newest state that is good on all ranks."""
+        for entry, found in offer.candidates:
+            if self._is_damaged(entry):
+                self._reject(entry)
+                continue
+            self._restored(entry["tier"], found.step, found.digest.decode())
+            return
+        if offer.requires_restore:
+            self.world.violation("commits are on record and none can be restored")
+            self.fail(communication=False, kind="checkpoint_corrupt", exception_type=NothingRestorable.__name__)
+            return
+        self._restored(RestoredFrom.FRESH, 0, FRESH)
+
+    def _is_damaged(self, entry: dict[str, Any]) -> bool:
+        if entry["tier"] == Tier.DURABLE:
+            return not self.launcher.is_good(self.generation, entry["directory"])
+        mine = self.launcher.slots[self.rank].contents[entry["slots"][self.rank]]
+        if self.launcher.holds_its_slots(self.generation) and (mine is None or mine.step != entry["step"]):
+            self.world.violation(f"rank {self.rank} does not hold the hot state of step {entry['step']} it was offered")
+        return False
+
+    def _reject(self, entry: dict[str, Any]) -> None:
+        self.world.reach("a damaged checkpoint was walked past")
         self.send(
-            wire.Restored(
+            wire.Rejected(
                 generation=self.generation,
-                step=self.step,
-                source=source,
-                seconds=0.01,
-                mono_ns=self.world.clock.monotonic_ns(),
+                step=entry["step"],
+                tier=entry["tier"],
+                directory=entry["directory"],
+                reason=RejectReason.CHECKSUM,
+                message="",
             )
         )
+
+    def _restored(self, source: str, step: int, state: str) -> None:
+        self.step = self.restored_step = step
+        self.state = state
+        self.send(
+            wire.Restored(generation=self.generation, step=step, source=source, seconds=0.01, mono_ns=self.now_ns)
+        )
         self._enter(Phase.FIRST_STEP)
-        self._compute()
+        if not self._injected(Phase.FIRST_STEP):
+            self._compute()
 
     def _compute(self) -> None:
-        if self.step >= self.world.num_steps:
+        if self.step >= self.world.config.num_steps:
             self._when_copied(self._finish)
             return
         self.later(0.0, 0.05, self._pass_middle)
@@ -258,7 +345,8 @@ class SimWorker(SimChild):
     def _pass_middle(self) -> None:
         """The point of a step where planned faults strike: while the copy of the last one runs, or after it."""
         if not self._injected(Phase.STEP):
-            self.later(0.01, 0.04, self._reduce)
+            extra_s, self.delay_s = self.delay_s, 0.0
+            self.later(0.01 + extra_s, 0.04 + extra_s, self._reduce)
 
     def _reduce(self) -> None:
         self.progress += 1
@@ -280,67 +368,59 @@ class SimWorker(SimChild):
         self.step += 1
         self.state = next_state(self.state, self.step)
         world = self.world
-        durable = self.step % world.save_every == 0
+        durable = self.step % world.config.save_every == 0
         before, from_step, after = self.hot_plan
         every = after if self.step >= from_step else before
         if not durable and (every == 0 or self.step % every):
             self._report(-1, durable)
             return
-        slot = world.storage.slots[self.rank].free_slot(self.generation, self.restored_step)
+        mine = self.launcher.slots[self.rank]
+        slot = mine.free_slot(self.step, self.generation, self.restored_step)
         if slot is None:
+            world.reach("no slot was free")
             self._report(-1, durable)
             return
-        contents = world.storage.slots[self.rank].contents
-        contents[slot] = None
-        content = Content(generation=self.generation, step=self.step, state=self.state)
-        self._is_copying = True
-        if world.config.is_seal_told_early:
-            self._tell_sealed(content, slot)
-
-        def copied() -> None:
-            contents[slot] = content
-            if not world.config.is_seal_told_early:
-                self._tell_sealed(content, slot)
-            self._is_copying = False
-            then, self._after_copy = self._after_copy, None
-            if then is not None:
-                then()
-
-        self._in_thread(0.001, 0.06, copied)
+        mine.contents[slot] = None
+        self._begin_copy(content(self.generation, self.step, self.state), slot, mine.contents)
         if world.config.late_report_rate and world.rng.random() < world.config.late_report_rate:
             self._when_copied(lambda: self._report(slot, durable))
         else:
             self._report(slot, durable)
 
-    def _in_thread(self, low_s: float, high_s: float, action: Callable[[], None]) -> None:
-        """Like `later`, but an interrupt does not stop it."""
+    def _begin_copy(self, header: SlotHeader, slot: int, contents: list[SlotHeader | None]) -> None:
+        """Copy beside the next step, in a thread that an interrupt does not stop; the slot is told sealed after it."""
+        self._is_copying = True
 
-        def run() -> None:
-            if self.is_alive and not self.is_stopped:
-                action()
+        def copied() -> None:
+            if not self.is_alive or self.is_stopped:
+                return
+            contents[slot] = header
+            self._tell_sealed(header, slot)
+            self._is_copying = False
+            then, self._after_copy = self._after_copy, None
+            if then is not None:
+                then()
 
-        self.world.schedule(self.world.rng.uniform(low_s, high_s), run)
+        self.world.schedule(self.world.rng.uniform(0.001, 0.06), copied)
 
-    def _tell_sealed(self, content: Content, slot: int) -> None:
-        if self.world.rng.random() >= self.world.drop_rate or content.step == self.world.num_steps:
-            self.send(
-                wire.Sealed(
-                    generation=content.generation,
-                    step=content.step,
-                    slot=slot,
-                    mono_ns=self.world.clock.monotonic_ns(),
-                )
-            )
+    def _tell_sealed(self, header: SlotHeader, slot: int) -> None:
+        if not self._is_dropped(header.step):
+            self.send(wire.Sealed(generation=header.generation, step=header.step, slot=slot, mono_ns=self.now_ns))
+
+    def _is_dropped(self, step: int) -> bool:
+        """A report of a step that finds the socket full is lost; the last one waits for room."""
+        config = self.world.config
+        return self.world.rng.random() < config.drop_rate and step < config.num_steps
 
     def _report(self, slot: int, durable: bool) -> None:
         self.progress += 1
         self._seconds += 0.05 + (self.world.config.capture_cost_s if self._is_copying else 0.0)
-        if self.world.rng.random() >= self.world.drop_rate or self.step == self.world.num_steps:
+        if not self._is_dropped(self.step):
             self.send(
                 wire.Step(
                     generation=self.generation,
                     step=self.step,
-                    mono_ns=self.world.clock.monotonic_ns(),
+                    mono_ns=self.now_ns,
                     step_s=self._seconds,
                     data_s=0.0,
                     checkpoint_block_s=0.0,
@@ -365,7 +445,7 @@ class SimWorker(SimChild):
                 generation=self.generation,
                 step=self.step,
                 result={"state": self.state},
-                mono_ns=self.world.clock.monotonic_ns(),
+                mono_ns=self.now_ns,
             )
         )
 
@@ -376,7 +456,7 @@ class SimWorker(SimChild):
                 generation=self.generation,
                 phase=phase.value,
                 step=self.step,
-                mono_ns=self.world.clock.monotonic_ns(),
+                mono_ns=self.now_ns,
             )
         )
 
@@ -384,11 +464,11 @@ class SimWorker(SimChild):
         """A collective: goes on when all ranks of the generation are in."""
         phase = {"rendezvous": Phase.RENDEZVOUS, "load": Phase.LOAD}.get(what)
         if phase is None or not self._injected(phase):
-            self.world.meet(self, what, then)
+            self.launcher.meet(self, what, then)
 
     def _injected(self, phase: Phase) -> bool:
         """Fire what is planned here; True if this process does not go on."""
-        kind = self.world.planned(self.rank, self.step + 1, phase)
-        if kind is None:
-            return False
-        return self.world.inject(self, kind)
+        # Before the step loop it counts how far the run has come, not this process.
+        step = self.step if phase is Phase.STEP else self.launcher.machine.high_water
+        kind = self.world.planned(self, step + 1, phase)
+        return kind is not None and inject(self, kind)

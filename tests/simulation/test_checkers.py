@@ -10,8 +10,8 @@ import pytest
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record
 from nvrx_sre.testing.checkers import check_liveness, check_safety
-from nvrx_sre.testing.world import World, WorldConfig
-from nvrx_sre.testing.world_plan import SimFault, SimKind
+from nvrx_sre.testing.world import World
+from nvrx_sre.testing.world_plan import SimFault, SimKind, WorldConfig
 
 
 def sound() -> list[Record]:

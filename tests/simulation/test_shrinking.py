@@ -8,8 +8,8 @@ from nvrx_sre.core.limits import CapLimits, Limits
 from nvrx_sre.core.rng import seeded
 from nvrx_sre.events.schema import GenerationFormed, Phase, RankExcluded, Record, SaveVerified, StateRestored
 from nvrx_sre.testing.checkers import check_liveness, check_safety
-from nvrx_sre.testing.world import SIMULATED_LIMITS, World, WorldConfig
-from nvrx_sre.testing.world_plan import SimFault, SimKind, draw_plan
+from nvrx_sre.testing.world import World
+from nvrx_sre.testing.world_plan import SIMULATED_LIMITS, SimFault, SimKind, SwarmOptions, WorldConfig, draw_scenario
 
 NUM_SEEDS = 60
 QUICK = Limits(deadlines=SIMULATED_LIMITS.deadlines, caps=CapLimits(backoff_s=(0.0, 1.0)))
@@ -64,7 +64,7 @@ def test_shrinking_is_safe_under_fault_mixes(first: int) -> None:
             limits=QUICK,
         )
         bad = bad_device(rng.randrange(num_ranks), rng.randint(2, 30))
-        plan = [bad, *draw_plan(rng, num_ranks=num_ranks, num_steps=40)]
+        plan = [bad, *draw_scenario(seed, SwarmOptions(num_ranks=num_ranks)).faults]
         num_excluded += len(of_type(checked(seed, config, plan), RankExcluded))
     assert num_excluded >= 10, "the seeds reach too few exclusions to say much about them"
 

@@ -35,7 +35,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # The machine's inputs and commands are its signature.
     "testing": (
         *("core", "events", "policy", "goodput", NO_TORCH_CHECKPOINT),
-        *("launcher.machine", "launcher.commands"),
+        *("launcher.machine", "launcher.commands", "launcher.started_saves"),
     ),
     "cli": ANYTHING,
 }

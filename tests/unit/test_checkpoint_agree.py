@@ -71,9 +71,9 @@ def test_order_is_newest_first_and_hot_before_durable() -> None:
     assert all(item["tier"] == "durable" for item in agree.order(hot, durable, hot_allowed=False))
 
 
-@pytest.mark.parametrize(("back", "steps"), [(1, [2, 1]), (2, [1]), (9, [1])])
-def test_checkpoints_back_leaves_out_hot_and_the_newest_durable(back: int, steps: list[int]) -> None:
-    """Going back never leaves out the last durable checkpoint."""
+@pytest.mark.parametrize(("back", "steps"), [(1, [2, 1, 3]), (2, [1, 3, 2]), (9, [1, 3, 2])])
+def test_checkpoints_back_leaves_out_hot_and_puts_the_newest_durable_last(back: int, steps: list[int]) -> None:
+    """Going back begins with an older durable checkpoint; if none of those is good, a newer one is left."""
     durable = [{"tier": "durable", "step": step, "generation": 1} for step in (1, 2, 3)]
     hot = [{"tier": "hot", "step": 3, "generation": 1}]
     assert [item["step"] for item in agree.order(hot, durable, checkpoints_back=back)] == steps

@@ -1,0 +1,155 @@
+"""How each kind of simulated fault strikes when a rank reaches the point it is planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from nvrx_sre.core.clock import to_ns
+from nvrx_sre.events import channel as wire
+from nvrx_sre.events.schema import Role
+from nvrx_sre.launcher import commands as c
+from nvrx_sre.testing.world_plan import SimKind
+
+if TYPE_CHECKING:
+    from nvrx_sre.testing.world_ranks import SimWorker
+
+SIGKILL, SIGTERM = 9, 15
+LEADER_LEASE_S = 30.0
+"""A host that cannot reach the leader for this long ends its ranks."""
+
+_RAISED = {
+    SimKind.EXCEPTION: ("exception", "ValueError"),
+    SimKind.NONFINITE: ("nonfinite", "NonFiniteLoss"),
+    SimKind.USER_ERROR: ("user_error", "UserError"),
+}
+
+
+def inject(worker: SimWorker, kind: SimKind) -> bool:
+    """Let the fault happen; True if the worker does not go on."""
+    if kind in _RAISED:
+        name, exception_type = _RAISED[kind]
+        worker.fail(communication=False, kind=name, exception_type=exception_type)
+    elif kind is SimKind.SIGKILL:
+        worker.launcher.die(worker, exit_code=None, signal=SIGKILL)
+    elif kind is SimKind.HANG_NATIVE:
+        worker.is_stuck = True
+    elif kind is SimKind.SIGSTOP:
+        worker.is_stopped = worker.is_stuck = True
+    elif kind is SimKind.NODE_KILL:
+        worker.launcher.num_losses += 1
+        worker.send(wire.NodeKill(generation=worker.generation, mono_ns=worker.now_ns))
+    elif kind is not SimKind.HANG:
+        # Later: never in the middle of what the machine or a process is doing.
+        worker.world.schedule(0.0, lambda: _OUTSIDE[kind](worker))
+        return False
+    return True
+
+
+def _slow(worker: SimWorker) -> None:
+    worker.delay_s = worker.world.config.limits.deadlines.step_s / 2
+
+
+def _unfit(worker: SimWorker) -> None:
+    worker.is_unfit = True
+
+
+def _bad_start(worker: SimWorker) -> None:
+    worker.world.num_bad_starts += 1
+
+
+def _kill_all(worker: SimWorker) -> None:
+    for child in worker.launcher.members_of(worker.generation):
+        worker.launcher.die(child, exit_code=None, signal=SIGKILL)
+
+
+def _flap(worker: SimWorker) -> None:
+    for child in worker.launcher.members_of(worker.generation):
+        worker.launcher.break_off(child)
+
+
+def _kill_writer(worker: SimWorker) -> None:
+    for child in list(worker.launcher.children.values()):
+        if child.role is Role.WRITER:
+            worker.launcher.die(child, exit_code=None, signal=SIGKILL)
+
+
+def _corrupt(worker: SimWorker) -> None:
+    if worker.world.disk.damage_newest():
+        worker.world.reach("a verified checkpoint was damaged")
+
+
+def _terminate(worker: SimWorker) -> None:
+    worker.launcher.feed(c.SignalReceived(signal=SIGTERM, by_person=False))
+
+
+def _halt(worker: SimWorker) -> None:
+    worker.launcher.feed(c.HaltSeen(reason="simulated"))
+
+
+def _kill_launcher(worker: SimWorker) -> None:
+    worker.launcher.crash()
+
+
+def _stall_launcher(worker: SimWorker) -> None:
+    worker.launcher.stall(worker.world.rng.uniform(0.5, 20.0))
+
+
+def _supersede_launcher(worker: SimWorker) -> None:
+    world = worker.world
+    wakes_after_s = world.rng.uniform(6.0, 40.0)
+    world.take_over_after(worker.launcher, 5.0)
+    worker.launcher.stall(wakes_after_s)
+
+
+def _kill_host(worker: SimWorker) -> None:
+    world, launcher = worker.world, worker.launcher
+    if worker.host == 0:
+        launcher.crash()  # with the leader's host goes the leader
+        return
+    world.hosts[worker.host].boots_until_ns = world.now_ns + to_ns(3.0)
+    launcher.lose_host(worker.host)
+
+
+def _cut_host(worker: SimWorker) -> None:
+    """The host's link is down for a while; past the lease its ranks are ended there."""
+    world, launcher, host = worker.world, worker.launcher, worker.world.hosts[worker.host]
+    cut_s = world.rng.uniform(1.0, 45.0)
+    host.cut_until_ns = max(host.cut_until_ns, world.now_ns + to_ns(cut_s))
+    world.schedule(LEADER_LEASE_S, lambda: _end_if_cut(worker))
+    for child in launcher.members_of(worker.generation):
+        if child.host != worker.host:
+            # The collectives between the hosts break off on both sides, one after the other.
+            world.schedule(world.rng.uniform(0.0, 2.0), lambda child=child: launcher.break_off(child))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+
+
+def _end_if_cut(worker: SimWorker) -> None:
+    world = worker.world
+    if world.now_ns < world.hosts[worker.host].cut_until_ns:
+        world.reach("a host that was cut off ended its ranks")
+        worker.launcher.end_host(worker.host)
+
+
+def _slow_link(worker: SimWorker) -> None:
+    world, host = worker.world, worker.world.hosts[worker.host]
+    host.delay_s = world.rng.uniform(0.05, 0.5)
+    host.slow_until_ns = world.now_ns + to_ns(world.rng.uniform(1.0, 30.0))
+
+
+_OUTSIDE: dict[SimKind, Callable[[SimWorker], None]] = {
+    SimKind.SLOW: _slow,
+    SimKind.UNFIT: _unfit,
+    SimKind.BAD_START: _bad_start,
+    SimKind.SIGKILL_ALL: _kill_all,
+    SimKind.LINK_FLAP: _flap,
+    SimKind.WRITER_KILL: _kill_writer,
+    SimKind.CORRUPT: _corrupt,
+    SimKind.SIGTERM: _terminate,
+    SimKind.HALT: _halt,
+    SimKind.LAUNCHER_KILL: _kill_launcher,
+    SimKind.LAUNCHER_STALL: _stall_launcher,
+    SimKind.LAUNCHER_SUPERSEDED: _supersede_launcher,
+    SimKind.HOST_KILL: _kill_host,
+    SimKind.HOST_CUT: _cut_host,
+    SimKind.SLOW_LINK: _slow_link,
+}

@@ -1,0 +1,92 @@
+"""The simulated network between the leader's launcher and the hosts of the other ranks.
+
+Model: ranks on the leader's host have a socket of their own to the launcher. Every other host has one connection, with
+a relay at its end: what its ranks say goes up in packets, one at once and then one every `RELAY_S` for as long as there
+is anything; what the launcher commands in answer to one input goes down in one packet a host. So the messages of a
+recovery grow with the hosts, not with the ranks, and a host that is cut off holds back both directions, in order,
+until the connection is back or given up.
+
+Must not: lose or reorder packets of one direction (TCP does not either).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nvrx_sre.core.clock import to_ns
+
+if TYPE_CHECKING:
+    from nvrx_sre.testing.world import World
+
+RELAY_S = 0.005
+"""Time between two packets of a relay: far below what a person notices in a recovery, far above a packet's cost."""
+LATENCY_S = 0.0005
+"""One way within a data centre, with the relay's own turn."""
+
+Action = Callable[[], None]
+
+
+@dataclass(kw_only=True)
+class Host:
+    """State of a host's link, whichever launcher is at the other end. Monotonic ns."""
+
+    number: int
+    cut_until_ns: int = 0
+    slow_until_ns: int = 0
+    delay_s: float = 0.0
+    boots_until_ns: int = 0
+    """The host is down: processes start on it after this."""
+
+    def latency_s(self, now_ns: int) -> float:
+        """What a packet takes that is sent now."""
+        return LATENCY_S + (self.delay_s if now_ns < self.slow_until_ns else 0.0)
+
+
+class Relay:
+    """One launcher's connection to one other host."""
+
+    def __init__(self, world: World, host: Host) -> None:
+        self.num_up = 0
+        """Packets to the launcher."""
+        self.num_down = 0
+        """Packets from the launcher."""
+        self._world = world
+        self._host = host
+        self._waiting: list[Action] = []
+        self._next_packet_ns = 0
+        self._last_ns = {"up": 0, "down": 0}
+
+    def up(self, action: Action) -> None:
+        """Something that a rank said: `action` takes it in at the launcher."""
+        self._waiting.append(action)
+        if len(self._waiting) == 1:
+            self._world.schedule_at(max(self._world.now_ns, self._next_packet_ns), self._flush)
+
+    def down(self, actions: list[Action]) -> None:
+        """What the launcher commands at one time."""
+        self.num_down += 1
+        self._deliver("down", actions)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._next_packet_ns = self._world.now_ns + to_ns(RELAY_S)
+        self.num_up += 1
+        self._deliver("up", waiting)
+
+    def _deliver(self, way: str, actions: list[Action]) -> None:
+        world, host = self._world, self._host
+        at_ns = world.now_ns + to_ns(host.latency_s(world.now_ns))
+        at_ns = max(at_ns, self._last_ns[way])
+
+        def arrive() -> None:
+            if world.now_ns < host.cut_until_ns:
+                self._last_ns[way] = host.cut_until_ns
+                world.schedule_at(host.cut_until_ns, arrive)
+                return
+            for action in actions:
+                action()
+
+        self._last_ns[way] = at_ns
+        world.schedule_at(at_ns, arrive)
