@@ -1,7 +1,7 @@
 """Keep freed memory in the process: a generation's model and optimizer take the pages of the one before.
 
 glibc returns big blocks to the kernel at once, and gets them back as pages that must be cleared and mapped at the
-first touch. In a restore that costs more than the copy (docs/adr/0018). With the heap kept, a restore after a fault
+first touch. In a restore that costs more than the copy (docs/adr/0019). With the heap kept, a restore after a fault
 in the process writes to pages that are there. What it costs: the process stays as large as it ever was.
 
 Process-wide, called once before user code. Other allocators (jemalloc, tcmalloc, musl's) are left as they are.
