@@ -182,6 +182,8 @@ def _hot_slots_allocated(record: Record, event: schema.HotSlotsAllocated) -> Lin
 
 
 def _hot_interval_chosen(record: Record, event: schema.HotIntervalChosen) -> Line:
+    if not event.every_steps:
+        return Line(event.reason, FAINT)
     cost = f"a capture costs {event.cost_s * 1e3:.2f} ms, a step takes {event.step_s * 1e3:.0f} ms"
     return Line(f"hot capture every {event.every_steps} steps: {cost}; {event.reason}", FAINT)
 

@@ -400,7 +400,10 @@ class CheckpointDeleted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HotIntervalChosen(Event):
-    """Hot captures happen every `every_steps` steps from now on. A capture costs `cost_s`, a step takes `step_s`."""
+    """Hot captures happen every `every_steps` steps from now on. A capture costs `cost_s`, a step takes `step_s`.
+
+    0: none, because no slot can hold the state; `reason` names it. `cost_s` and `step_s` are 0 then.
+    """
 
     every_steps: int
     cost_s: float

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from nvrx_sre.events import schema
 from nvrx_sre.launcher import commands as c
-from nvrx_sre.launcher.machine_interval import NUM_PROBES, PROBE_EVERY, interval
+from nvrx_sre.launcher.machine_interval import (
+    EARLY_EVERY_MAX,
+    NUM_EARLY,
+    NUM_PROBES,
+    NUM_WARM_UP_STEPS,
+    NUM_WATCHED,
+    PROBE_EVERY,
+    interval,
+)
 from nvrx_sre.testing.driven import DrivenMachine
 
 
@@ -117,23 +127,111 @@ def test_the_interval_is_the_smallest_within_one_percent(cost_s: float, step_s: 
     assert interval(cost_s, step_s) == every
 
 
+class Paced:
+    """Two ranks whose captures cost what the test says, at the interval that the launcher told them."""
+
+    def __init__(self, *, step_s: float = 0.1, cost_s: float = 0.0) -> None:
+        self.driven = DrivenMachine(hot_every=None)
+        self.driven.begin()
+        self.step_s, self.cost_s = step_s, cost_s
+        self.spent_s = 0.0
+        self.step = 0
+        self._plan = (PROBE_EVERY, 0, PROBE_EVERY)
+        self._is_after = False
+
+    def run(self, num_steps: int, jitter: Callable[[int], float] = lambda step: 0.0) -> None:
+        """Steps; three quarters of a capture's cost fall on its own step, the rest on the next. `jitter` on any."""
+        for _ in range(num_steps):
+            self.step += 1
+            before, from_step, after = self._plan
+            is_captured = self.step % (after if self.step >= from_step else before) == 0
+            cost_s = self.cost_s * (0.75 * is_captured + 0.25 * self._is_after)
+            self.spent_s += self.step_s + cost_s + jitter(self.step)
+            self._is_after = is_captured
+            num_told = len(self.driven.all(c.SetHotInterval))
+            self.driven.step(self.step, slot=self.step % 3 if is_captured else -1, step_s=self.spent_s)
+            for told in self.driven.all(c.SetHotInterval)[num_told:]:
+                assert told.from_step > self.step
+                self._plan = (self._plan[2], told.from_step, told.every)
+
+    @property
+    def chosen(self) -> list[int]:
+        """Every interval that was recorded, in order."""
+        return [event.every_steps for event in self.driven.events(schema.HotIntervalChosen)]
+
+
+WARM = NUM_WARM_UP_STEPS + PROBE_EVERY
+EARLY = WARM + PROBE_EVERY * NUM_EARLY
+"""Steps by which the careful choice is made."""
+MEASURED = WARM + PROBE_EVERY * (NUM_PROBES + 1)
+"""Steps by which the measurement is done if the careful choice changes nothing."""
+
+
 def test_the_interval_is_told_ahead_and_kept_for_later_generations() -> None:
-    """A capture costs 4 ms of 100 ms steps: every fourth step, from a step that no rank has reached yet."""
-    driven = DrivenMachine(hot_every=None)
-    driven.begin()
-    assert [item.hot_every for item in driven.all(c.OpenGeneration)] == [PROBE_EVERY]
-    spent_s, last = 0.0, 0
-    for step in range(1, PROBE_EVERY * (NUM_PROBES + 3)):
-        is_captured = step % PROBE_EVERY == 0
-        spent_s += 0.1 + (0.003 if is_captured else 0.0) + (0.001 if step % PROBE_EVERY == 1 else 0.0)
-        driven.step(step, slot=step // PROBE_EVERY % 3 if is_captured else -1, step_s=spent_s)
-        if driven.all(c.SetHotInterval):
-            last = step
-            break
-    (told,) = driven.all(c.SetHotInterval)
-    assert told.every == 4 and told.from_step > last
-    (chosen,) = driven.events(schema.HotIntervalChosen)
-    assert chosen.every_steps == 4 and chosen.cost_s == pytest.approx(0.004) and chosen.step_s == pytest.approx(0.1)
-    driven.raise_in(0, last + 1)
-    driven.leave_generation(0, 1)
-    assert [item.hot_every for item in driven.all(c.OpenGeneration)] == [PROBE_EVERY, 4]
+    """A capture costs 2 ms of 100 ms steps: every second step, from a step that no rank has reached yet."""
+    ranks = Paced(cost_s=0.002)
+    assert [item.hot_every for item in ranks.driven.all(c.OpenGeneration)] == [PROBE_EVERY]
+    ranks.run(MEASURED)
+    assert ranks.chosen == [4, 2]
+    chosen = ranks.driven.events(schema.HotIntervalChosen)[-1]
+    assert chosen.cost_s == pytest.approx(0.002) and chosen.step_s == pytest.approx(0.1)
+    assert [told.every for told in ranks.driven.all(c.SetHotInterval)] == [2]
+    ranks.driven.raise_in(0, ranks.step + 1)
+    ranks.driven.leave_generation(0, 1)
+    assert [item.hot_every for item in ranks.driven.all(c.OpenGeneration)] == [PROBE_EVERY, 2]
+
+
+@pytest.mark.parametrize(("cost_s", "early"), [(0.0, 4), (0.0035, 4), (0.02, 20), (0.2, EARLY_EVERY_MAX)])
+def test_a_short_run_gets_a_careful_choice(cost_s: float, early: int) -> None:
+    """Some 25 steps are enough to leave what is dear; never more often than it was probed, never out of sight."""
+    ranks = Paced(cost_s=cost_s)
+    ranks.run(EARLY)
+    assert ranks.chosen == [early]
+
+
+def test_the_careful_choice_is_measured_on_and_corrected() -> None:
+    """Two of four captures met a disturbance: 20 times too dear at first, right after enough of them."""
+    ranks = Paced(cost_s=0.001)
+    ranks.run(EARLY, lambda step: 0.02 if step in (8, 12) else 0.0)
+    assert ranks.chosen == [21]
+    ranks.run(21 * NUM_PROBES + 40)
+    assert ranks.chosen == [21, 1]
+
+
+def test_outliers_move_neither_choice_nor_step() -> None:
+    """A tenth of all steps takes three times as long, captured or not: the medians do not see it."""
+    ranks = Paced(cost_s=0.005)
+    ranks.run(20 * EARLY_EVERY_MAX, lambda step: 0.2 if step % 10 == 3 else 0.0)
+    assert ranks.chosen[-1] == 5
+    assert not any("again" in event.reason for event in ranks.driven.events(schema.HotIntervalChosen))
+
+
+@pytest.mark.parametrize(("step_s", "cost_s", "every"), [(0.25, 0.01, 4), (0.04, 0.01, 25)])
+def test_it_is_measured_again_when_steps_have_changed(step_s: float, cost_s: float, every: int) -> None:
+    """Other data, another batch: a step takes 2.5 times as long, or less than half, and the share follows."""
+    ranks = Paced(cost_s=0.01)
+    ranks.run(10 * NUM_PROBES + MEASURED)
+    assert ranks.chosen == [10, 10]
+    ranks.step_s, ranks.cost_s = step_s, cost_s
+    ranks.run(NUM_WATCHED + 40 * NUM_PROBES)
+    reasons = [event.reason for event in ranks.driven.events(schema.HotIntervalChosen)]
+    assert [("again" in reason) for reason in reasons] == [False, False, True, False, False]
+    assert ranks.chosen[-1] == every
+
+
+def test_another_interval_must_be_another_by_much() -> None:
+    """Steps and captures both take 2.5 times as long, captures a little more: what was measured stays."""
+    ranks = Paced(cost_s=0.01)
+    ranks.run(10 * NUM_PROBES + MEASURED)
+    ranks.step_s, ranks.cost_s = 0.25, 0.03
+    ranks.run(NUM_WATCHED + 40 * NUM_PROBES)
+    assert len(ranks.chosen) == 5 and ranks.chosen[-1] == 10
+
+
+def test_what_is_kept_of_a_run_without_captures_is_bounded() -> None:
+    """Ranks that capture nothing are never done measuring: their steps are counted, not hoarded."""
+    ranks = Paced()
+    for step in range(1, 2000):
+        ranks.driven.step(step, slot=-1, step_s=0.1 * step)
+    interval_of = ranks.driven.machine._commits._interval
+    assert len(interval_of._free_s) <= 4 * NUM_PROBES and not ranks.chosen
