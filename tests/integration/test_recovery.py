@@ -184,9 +184,12 @@ def test_a_replay_that_differs_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_save_handed_over_survives_the_loss_of_every_rank(tmp_path: Path) -> None:
-    """All ranks die in the step after the one that was handed over: the writer commits it when they are dead."""
+    """All ranks die in the step after the one that was handed over: the writer commits it when they are dead.
+
+    They wait at the boundary until it is handed over: the writer may still be starting up.
+    """
     faults = fault_arguments("slow_storage@0:7=0.2s", "sigkill@0:9/data", "sigkill@1:9/data")
-    ended = train(tmp_path / "run", "--nproc", "2", *faults)
+    ended = train(tmp_path / "run", "--nproc", "2", "--on-busy", "wait", *faults)
     assert ended.exit_code == 0, ended.explain()
     story = [type(record.event).__name__ for record in ended.records if is_of_the_save(record)]
     assert story[:4] == ["SaveStarted", "WorkerExited", "WorkerExited", "SaveCommitted"], ended.explain()

@@ -141,6 +141,20 @@ def test_what_is_owed_is_not_started_when_the_run_ends() -> None:
     assert (saved(driven), skipped(driven)) == ([10], [20])
 
 
+def test_c15_a_save_that_fails_does_not_hide_why_the_run_ended() -> None:
+    """An error of the script stops the run while a save is in flight that fails as well: the error is the reason."""
+    driven = begun()
+    driven.step(10, durable=True)
+    driven.raise_in(0, 11, fault="user_error")
+    driven.write(10, "failed", reason="no_space")
+    for child in {item.child for item in driven.all(c.Spawn)}:
+        driven.kill(child, exit_code=0, signal=None)
+    [finished] = driven.events(schema.RunFinished)
+    assert finished.exit_code == 78
+    assert "no_space" not in finished.reason and "save" not in finished.reason.partition(";")[0]
+    assert [item.reason for item in driven.events(schema.SaveFailed)] == [SaveFailure.NO_SPACE]
+
+
 def test_deletions_are_recorded() -> None:
     """What retention deleted, and how long that took, is an event."""
     driven = begun()
