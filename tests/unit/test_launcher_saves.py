@@ -55,7 +55,7 @@ def test_a_free_writer_takes_the_newest_sealed_step_of_a_skipped_save() -> None:
 
 @pytest.mark.parametrize("write_steps", [11, 58])
 def test_a_slow_writer_is_never_idle_and_its_commits_are_fresh(write_steps: int) -> None:
-    """A write of 1.1 or 5.8 intervals: as many commits as fit, none older than two write times when the next is good."""
+    """A write of 1.1 or 5.8 intervals: as many commits as fit, none older than two write times when replaced."""
     driven = begun()
     interval = 10
     verified: list[tuple[int, int]] = []
