@@ -6,6 +6,8 @@ shipped values and for quicker ones. Times are seconds; nothing alerts before a 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nvrx_sre.monitoring.values import Values
 from nvrx_sre.telemetry import catalog
 from tests.promtool.fleet import DEADLINES, END, Run, jump
@@ -19,10 +21,43 @@ RECOVERY_S = sum(DEADLINES[phase] for phase in ("teardown", "init", "rendezvous"
 STARTUP_S = RECOVERY_S - DEADLINES["teardown"]
 
 
+HELD = frozenset(
+    {
+        STALLED,
+        OVERDUE,
+        STARTUP,
+        BREACHED,
+        "NvrxUnknownProgress",
+        "NvrxSlowRank",
+        "NvrxStepTimeRegressed",
+        "NvrxClockSkew",
+    }
+)
+"""Alerts that fire for `hold_s` after their condition went away."""
+ENDING = (
+    *("stale", "saves-fail", "rejected", "saturated", "slow-rank", "steps-regressed", "degraded", "unknown-progress"),
+    *("standby-missing", "fresh-start-lost-progress", "memory-pressure", "storage-full", "one-node-fails"),
+    *("telemetry-drops", "clock-ahead", "catalog-differs", "launcher-stuck"),
+)
+"""Stories of which a second version ends while its alert fires."""
+
+
+def with_ends(runs: list[Run], v: Values) -> list[Run]:
+    """For stories in `ENDING` another version that finishes, beside a healthy run of the same name elsewhere."""
+    found = list(runs)
+    for run in runs:
+        if run.name in ENDING:
+            ((alert, ((begin, _),)),) = run.fires.items()
+            at = begin + 190
+            fires = {alert: [(begin, at + (v.hold_s if alert in HELD else 0))]}
+            found.append(replace(run, name=f"{run.name}-finished", events=[*run.events, (at, "finished")], fires=fires))
+            found.append(Run(f"{run.name}-finished", BEGIN, namespace="research"))
+    return found
+
+
 def stories(v: Values) -> list[Run]:
     """All runs."""
-    themes = (healthy, crash_loops, halts, recoveries, stalls, rendezvous, startups, breaches, missing, stuck_launchers)
-    return [run for theme in (*themes, checkpoints, steps, tickets, nodes, monitoring) for run in theme(v)]
+    return [run for theme in THEMES for run in with_ends(theme(v), v)]
 
 
 def healthy(v: Values) -> list[Run]:
@@ -84,6 +119,17 @@ def crash_loops(v: Values) -> list[Run]:
         Run("loop-scrapes-lost", LOOP, whole, lost=(780, 2400, 0)),
         Run("loop-most-scrapes-lost", LOOP, whole, lost=(780, 1500, 4)),
         Run("loop-pod-replaced", LOOP, whole, pods=(("old", 0, 900), ("new", 1080, END))),
+        Run(
+            "loop-series-gone",
+            LOOP,
+            {
+                CRASH: [(720, 900 + v.sample_memory_s)],
+                LOW: [(low[0], 900 + v.sample_memory_s)],
+                OVERDUE: [(overdue[0], 900 + v.sample_memory_s + v.hold_s)],
+                MISSING: [(900 + v.target_missing_s, END)],
+            },
+            pods=(("old", 0, 901),),
+        ),
         Run("two-attempts", two, {LOW: [low]}),
         Run("two-attempts-overlapping-pods", two, {LOW: [low]}, pods=(("old", 0, 970), ("new", 930, END))),
         Run(
@@ -137,6 +183,8 @@ def halts(v: Values) -> list[Run]:
     pods = (("old", 0, end), ("new", 1000, 2000))
     return [
         Run("halted", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),)),
+        Run("halted-namesake", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),)),
+        Run("halted-namesake", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),), namespace="research"),
         Run("halted-seen-once", halted, {HALT: [(601, END)]}, pods=(("old", 0, 665),)),
         Run("halted-scrapes-lost", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),), lost=(0, 2400, 0)),
         Run(
@@ -178,6 +226,7 @@ def recoveries(v: Values) -> list[Run]:
             {OVERDUE: [(1860, END)]},
             caps=(),
         ),
+        Run("overdue-preempted", [*fault, (1900, "draining")], {OVERDUE: [(600 + limit, 1900 + hold)]}),
         Run("overdue-finished-anyway", [*fault, (1900, "finished")], {OVERDUE: [(600 + limit, 1900 + hold)]}),
     ]
 
@@ -201,6 +250,19 @@ def stalls(v: Values) -> list[Run]:
         ),
         Run("last-save-of-a-run", [*stop, (890, "finished")], levels={saving: jump(600, 0, 600)}),
         Run("stalled-while-saving", stop, {STALLED: [(900, END)]}, levels={saving: jump(600, 0, 600)}),
+        Run(
+            "stalled-but-gone",
+            stop,
+            {MISSING: [(600 + v.target_missing_s, END)]},
+            pods=(("old", 0, 600),),
+        ),
+        Run("stalled-hardly-answers", stop, lost=(400, 2400, 16)),
+        Run(
+            "stalled-in-slow-data",
+            stop,
+            {STALLED: [(601 + ratio * 300, END)]},
+            levels={(entered, "data"): jump(601, 0, 601), (catalog.PHASE_DEADLINE.name, "data"): 300},
+        ),
         Run("not-stalled-yet", [*stop, (600 + step - 5, "train")]),
         Run(
             "stalled-in-data",
@@ -235,6 +297,16 @@ def rendezvous(v: Values) -> list[Run]:
             "rendezvous-fails-again-and-again",
             [*BEGIN, (600, "fault"), *fails],
             {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]},
+        ),
+        Run("rendezvous-passed-stuck-in-load", [*forming, (650, "restoring")], {OVERDUE: [overdue]}),
+        Run(
+            "rendezvous-may-take-long",
+            forming,
+            {
+                RENDEZVOUS: [(600 + v.rendezvous_ratio * 300 + wait, END)],
+                OVERDUE: [(overdue[0] + v.recovery_overdue_ratio * 240, END)],
+            },
+            levels={(catalog.PHASE_DEADLINE.name, "rendezvous"): 300},
         ),
         Run(
             "rendezvous-forms-at-last",
@@ -351,6 +423,14 @@ def missing(v: Values) -> list[Run]:
             {MISSING: [(gone, END)]},
             pods=(("old", 0, 900),),
         ),
+        Run("vanished", BEGIN, namespace="research"),
+        Run("ended-and-gone", [*BEGIN, (800, "finished")], pods=(("old", 0, 900),)),
+        Run(
+            "stuck-and-answering",
+            BEGIN,
+            {STUCK: [(900 + v.launcher_stuck_window_s, END)]},
+            levels={(catalog.LAUNCHER_LOOP.name,): lambda now: min(now, 900.0)},
+        ),
         Run("two-of-three-scrapes", BEGIN, lost=(300, 2400, 0)),
         Run(
             "vanished-while-training", [*BEGIN], {MISSING: [(gone, END)]}, pods=(("old", 0, 900),), namespace="research"
@@ -369,6 +449,14 @@ def stuck_launchers(v: Values) -> list[Run]:
     return [
         Run("launcher-stuck", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen),
         Run("launcher-stuck-scrapes-lost", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen, lost=(700, 2400, 0)),
+        Run("launcher-gone", BEGIN, {MISSING: [(900 + v.target_missing_s, END)]}, pods=(("old", 0, 900),)),
+        Run(
+            "launcher-stuck-hardly-answers",
+            BEGIN,
+            {MISSING: [(900 + v.target_missing_s, END)]},
+            levels=frozen,
+            lost=(690, 2400, 16),
+        ),
         Run("launcher-turns-again", BEGIN, {STUCK: [(900 + window, 1500)]}, levels=back),
         Run("launcher-clock-behind", BEGIN, levels=skewed),
         Run("launcher-slow", BEGIN, levels=slow),
@@ -561,6 +649,18 @@ def tickets(v: Values) -> list[Run]:
             lost=(600, 2400, 0),
         ),
         Run("world-shrunk-shortly", BEGIN, levels={world: jump(600, 4, 3, shrunk - 60)}),
+        Run("world-of-one", BEGIN, {"NvrxWorldShrunk": [(shrunk, END)]}, levels={world: jump(600, 4, 1)}),
+        Run(
+            "budget-of-one",
+            BEGIN,
+            levels={(catalog.BUDGET_LIMIT.name, "startup"): 1, (catalog.BUDGET_USED.name, "startup"): 1},
+        ),
+        Run(
+            "budget-of-two",
+            BEGIN,
+            {LOW: [(600 + v.budget_low_for_s, END)]},
+            levels={(catalog.BUDGET_LIMIT.name, "startup"): 2, (catalog.BUDGET_USED.name, "startup"): jump(600, 0, 2)},
+        ),
         Run("world-not-formed-yet", BEGIN, levels={world: 0}),
         Run(
             "world-shrunk-finished",
@@ -657,3 +757,9 @@ def monitoring(v: Values) -> list[Run]:
             },
         ),
     ]
+
+
+THEMES = (
+    *(healthy, crash_loops, halts, recoveries, stalls, rendezvous, startups, breaches, missing, stuck_launchers),
+    *(checkpoints, steps, tickets, nodes, monitoring),
+)

@@ -2,7 +2,7 @@
 
 All stories of `histories` lie side by side in one promtool call an interval: promtool's time goes into evaluations, not
 into runs. The default suite asks all of them at 60 s scrapes, where a missed one costs most, and one story for each
-alert at 15 and 30 s; the build gate asks all of them at all three.
+alert at 15 s; the build gate asks all of them at 15, 30 and 60 s.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ UNTIL_S, SHIPPED_UNTIL_S = 2_400, 6_000
 HOUR = 3_600
 SETTLING_SCRAPES = 2.1
 """A condition is seen by the next scrape, a `for` ends with the evaluation after it."""
+SIDE_BY_SIDE = 60
+"""promtool refuses a query that reads more than 10,000 samples: 11 deadlines of a run, for ten minutes."""
 ELSEWHERE = ("NvrxWatchdog", "NvrxGoodputBurn")
 """Alerts with tests of their own below."""
 
@@ -60,9 +62,13 @@ def chosen(runs: Sequence[Run]) -> list[Run]:
 
 
 def check(values: Values, runs: Sequence[Run], interval_s: int, until_s: int) -> promtool.Outcome:
-    """Stories against all rules, asked every minute."""
-    told = expectations(runs, told_alerts(values), range(60, until_s, 60), SETTLING_SCRAPES * interval_s)
-    return promtool.run(generate.rules_file(values), [case_of("fleet", runs, told, until_s)], interval_s, KEY)
+    """Stories against all rules, asked every minute; as many side by side as promtool holds samples."""
+    cases = []
+    for index in range(0, len(runs), SIDE_BY_SIDE):
+        some = runs[index : index + SIDE_BY_SIDE]
+        told = expectations(some, told_alerts(values), range(60, until_s, 60), SETTLING_SCRAPES * interval_s)
+        cases.append(case_of(f"fleet {index}", some, told, until_s))
+    return promtool.run(generate.rules_file(values), cases, interval_s, KEY)
 
 
 def test_c68_every_story_alerts_exactly_when_it_says() -> None:
@@ -71,10 +77,9 @@ def test_c68_every_story_alerts_exactly_when_it_says() -> None:
     assert outcome.passed, outcome.output[:20_000]
 
 
-@pytest.mark.parametrize("interval_s", [15, 30])
-def test_c65_the_scrape_interval_changes_nothing(interval_s: int) -> None:
-    """A story for each alert at finer scrapes."""
-    outcome = check(QUICK, chosen(stories(QUICK)), interval_s, UNTIL_S)
+def test_c65_the_scrape_interval_changes_nothing() -> None:
+    """A story for each alert, and the one with most scrapes lost, at 15 s scrapes."""
+    outcome = check(QUICK, chosen(stories(QUICK)), 15, UNTIL_S)
     assert outcome.passed, outcome.output[:20_000]
 
 
