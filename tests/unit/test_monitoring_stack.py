@@ -126,7 +126,7 @@ def test_a_gap_in_a_series_becomes_one_stale_marker() -> None:
 
 def test_an_unknown_runbook_is_refused_with_the_known_names() -> None:
     """The message lists what there is; a known name gives its page."""
-    with pytest.raises(UserError, match="NvrxCrashLooping.*NvrxRunHalted"):
+    with pytest.raises(UserError, match=r"NvrxCrashLooping.*NvrxRunHalted"):
         assets.runbook_text("NvrxNothing")
     assert assets.runbook_text("NvrxRunHalted").startswith("# NvrxRunHalted\n")
 
