@@ -1,11 +1,12 @@
 """`--hot-every auto`: how often to capture, from what captures were measured to cost.
 
 Model: while it measures, captures are at least `PROBE_EVERY` steps apart, so that steps without one lie between them. A
-capture costs what its own step and the one after it (which the copy overlaps) took longer than the steps far
-from any capture: blocked time and inflation together. The interval is the smallest that keeps this cost at or below
-`COST_SHARE` of the steps it is spread over.
+capture costs what its own step and the one after it (which the copy overlaps) took longer than two steps in a row far
+from any capture: blocked time and inflation together. Pairs are compared with pairs, at the same quantile: the median
+of two steps together is not twice that of one where times are skewed. The interval is the smallest that keeps this cost
+at or below `COST_SHARE` of the steps it is spread over.
 
-    few samples     a careful first choice: from nearly the dearest capture so far, never below `PROBE_EVERY`, bounded
+    few samples     a careful first choice: from the dearest pairs but one, never below `PROBE_EVERY`, bounded
     enough of them  the choice: from medians
     later           steps take twice as long as then, or half: measured again. Another interval must be another by
                     `HYSTERESIS`, so that noise does not move it
@@ -61,11 +62,14 @@ class HotInterval:
         self._is_early_chosen = False
         self._generation = 0
         self._first_step = 0
-        self._recent: deque[tuple[int, float, bool]] = deque(maxlen=2)
+        self._recent: deque[tuple[int, float, bool]] = deque(maxlen=3)
         """(step, seconds, captured) of the newest steps."""
-        self._free_s: deque[float] = deque(maxlen=4 * NUM_PROBES)
-        self._pairs_s: deque[float] = deque(maxlen=NUM_PROBES)
+        self._before_s: float | None = None
+        """Seconds of the newest two steps together of which neither was captured nor followed a captured one."""
+        self._pairs_s: list[float] = []
         """Seconds of a captured step and the one after it, together."""
+        self._free_s: list[float] = []
+        """What `_before_s` was at each of them."""
         self._watched_s: deque[float] = deque(maxlen=NUM_WATCHED)
 
     def on_step(self, step: int, step_s: float | None, is_captured: bool, newest_step: int) -> None:
@@ -84,32 +88,33 @@ class HotInterval:
             return
         self._recent.append((step, step_s, is_captured))
         self._take_sample()
-        if len(self._pairs_s) >= NUM_PROBES and len(self._free_s) >= NUM_PROBES:
+        if len(self._pairs_s) >= NUM_PROBES:
             self._choose(newest_step)
-        elif not self._is_early_chosen and len(self._pairs_s) >= NUM_EARLY and len(self._free_s) >= NUM_EARLY:
+        elif len(self._pairs_s) >= NUM_EARLY and not self._is_early_chosen:
             self._choose_early(newest_step)
 
     def _take_sample(self) -> None:
-        """What the newest step says, together with the one before it."""
-        if len(self._recent) < 2:
-            return
-        (_, before_s, before_captured), (_, step_s, is_captured) = self._recent
-        if before_captured and not is_captured:
-            self._pairs_s.append(before_s + step_s)
-        elif not before_captured and not is_captured:
-            self._free_s.append(step_s)
+        """What the newest steps say: each capture is seen beside the newest undisturbed steps before it."""
+        pair_s = sum(step_s for _, step_s, _ in list(self._recent)[-2:])
+        captured = [is_captured for _, _, is_captured in self._recent]
+        if captured == [False, False, False]:
+            self._before_s = pair_s
+        elif captured[-2:] == [True, False] and self._before_s is not None:
+            self._pairs_s.append(pair_s)
+            self._free_s.append(self._before_s)
+            self._before_s = None
 
     def _choose_early(self, newest_step: int) -> None:
-        """From the dearest capture but one: a single outlier does not count, anything else errs on the dear side."""
+        """From the dearest but one of either kind: a single outlier does not count, what is dear shows at once."""
         self._is_early_chosen = True
-        step_s = statistics.median(self._free_s)
-        cost_s = max(0.0, sorted(self._pairs_s)[-2] - 2 * step_s)
+        step_s = statistics.median(self._free_s) / 2
+        cost_s = max(0.0, sorted(self._pairs_s)[-2] - sorted(self._free_s)[-2])
         every = min(max(self._job.hot_every, interval(cost_s, step_s)), EARLY_EVERY_MAX)
         self._put_in_force(every, cost_s, step_s, f"a careful choice after {len(self._pairs_s)} captures", newest_step)
 
     def _choose(self, newest_step: int) -> None:
-        step_s = statistics.median(self._free_s)
-        cost_s = max(0.0, statistics.median(self._pairs_s) - 2 * step_s)
+        step_s = statistics.median(self._free_s) / 2
+        cost_s = max(0.0, statistics.median(self._pairs_s) - statistics.median(self._free_s))
         every = interval(cost_s, step_s)
         old = self._measured_every
         if old is not None and max(old, every) < HYSTERESIS * min(old, every):
