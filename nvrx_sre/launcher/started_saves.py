@@ -1,23 +1,28 @@
 """Durable saves that were started and did not end: what a launcher that died leaves on record.
 
 A fold over the journal. A save ends verified or failed; one that is still open when the next launcher starts was
-interrupted, whatever of it lies on the disk. Pure.
+interrupted, whatever of it lies on the disk. Pure. Bounded, because each journal segment begins with a copy of it.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 from nvrx_sre.events.schema import Record, SaveCommitted, SaveFailed, SaveFailure, SaveStarted, SaveVerified, Tier
 from nvrx_sre.events.snapshot import Snapshotted
+
+MAX_KNOWN = 64
+"""Newest saves that are remembered: each writer's start removes the attempts of the one before."""
 
 
 class StartedSaves(Snapshotted):
     """Saves by (step, generation)."""
 
-    STATE = ("_open", "_known")
+    STATE = ("_open", "_newest")
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], bool] = {}
-        self._known: set[tuple[int, int]] = set()
+        self._newest: deque[tuple[int, int]] = deque(maxlen=MAX_KNOWN)
 
     def apply(self, record: Record) -> None:
         """Take in a record; those of saves count."""
@@ -25,7 +30,7 @@ class StartedSaves(Snapshotted):
         if isinstance(event, SaveStarted | SaveCommitted | SaveVerified | SaveFailed):
             key = (event.step, record.generation)
             if isinstance(event, SaveStarted):
-                self._known.add(key)
+                self._newest.append(key)
                 self._open[key] = False
             elif isinstance(event, SaveCommitted):
                 self._open[key] = True
@@ -33,8 +38,8 @@ class StartedSaves(Snapshotted):
                 self._open.pop(key, None)
 
     def is_known(self, step: int, generation: int) -> bool:
-        """A save of this step and generation was ever started."""
-        return (step, generation) in self._known
+        """A save of this step and generation was started, and is one of the newest."""
+        return (step, generation) in self._newest
 
     def interrupted(self) -> list[tuple[SaveFailed, int]]:
         """How each open save ended when its launcher died: (event, generation)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, Role, SaveFailure, Tier
+from nvrx_sre.events.snapshot import take
 from nvrx_sre.launcher import commands as c
-from nvrx_sre.launcher.started_saves import StartedSaves
+from nvrx_sre.launcher.started_saves import MAX_KNOWN, StartedSaves
 from nvrx_sre.testing.driven import DrivenMachine
 
 
@@ -186,3 +188,14 @@ def test_c01_a_save_without_an_end_was_interrupted(is_committed: bool, words: st
     saves.apply(record(failed, generation))
     assert saves.interrupted() == []
     assert saves.is_known(8, 1) and not saves.is_known(24, 1)
+
+
+def test_what_is_remembered_of_saves_does_not_grow_with_the_run() -> None:
+    """Each segment of the journal begins with it: the newest saves are known, those of long ago are not."""
+    saves = StartedSaves()
+    for step in range(1, 2 * MAX_KNOWN + 1):
+        saves.apply(record(schema.SaveStarted(step=step, tier=Tier.DURABLE, captured_ns=1)))
+        saves.apply(record(schema.SaveVerified(step=step, directory="d", seconds=1.0, captured_ns=1)))
+    asked = (1, MAX_KNOWN, MAX_KNOWN + 1, 2 * MAX_KNOWN)
+    assert [saves.is_known(step, 1) for step in asked] == [False, False, True, True]
+    assert len(json.dumps(take({"saves": saves}))) < 100 * MAX_KNOWN
