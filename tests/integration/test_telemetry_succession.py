@@ -23,7 +23,7 @@ from nvrx_sre.telemetry.metric import Scope
 from tests.integration.test_telemetry_hub import counters, get
 from tests.stories import RUN, Story, begin, exception_story, lost_launcher_story
 
-SMALL = Limits(telemetry=TelemetryLimits(journal_segment_bytes=4_000, journal_segments=6))
+SMALL = Limits(telemetry=TelemetryLimits(journal_segment_bytes=2_500, journal_segments=6))
 SYNC_S = 10.0
 Start = Callable[..., Telemetry]
 
@@ -51,6 +51,12 @@ def job_counters(telemetry: Telemetry) -> dict[str, float]:
     found = counters(get(telemetry.metrics_url)[2])
     job = {name for name, metric in catalog.CATALOG.items() if metric.scope is Scope.JOB} - {catalog.WALL_SECONDS.name}
     return {series: value for series, value in found.items() if series.partition("{")[0] in job}
+
+
+def settle(telemetry: Telemetry) -> None:
+    """Wait until everything is on disk: a segment gives way only to what the span file has as well."""
+    assert telemetry.sync(SYNC_S)
+    assert telemetry._span_sink.flush(SYNC_S)
 
 
 def families(telemetry: Telemetry) -> set[str]:
@@ -185,6 +191,7 @@ def test_c56_many_launchers_later_counters_have_not_fallen_and_files_are_few(sta
         telemetry = start(number, limits=SMALL)
         for record in restarted(number):
             telemetry.record(record)
+            settle(telemetry)
         now = job_counters(telemetry)
         assert [series for series in before if now[series] < before[series]] == []
         before = now
@@ -206,7 +213,7 @@ def test_a_long_run_starts_from_its_newest_snapshot(start: Start, tmp_path: Path
     for record in first_epoch:
         folds.apply(record)
         first.record(record)
-        assert first.sync(SYNC_S)
+        settle(first)
     before = job_counters(first)
     first.close()
     directory = RunDirectory(tmp_path / "run")
@@ -232,7 +239,7 @@ def test_events_owed_at_a_rotation_are_not_lost(start: Start, tmp_path: Path) ->
     telemetry = start(limits=Limits(telemetry=TelemetryLimits(journal_segment_bytes=1)))
     for record in records:
         telemetry.record(record)
-        telemetry.sync(SYNC_S)
+        settle(telemetry)
     telemetry.close()
     wanted = FoldedRun(RUN).parts
     owing = [
