@@ -86,14 +86,17 @@ def command(options: RunOptions, script: str, script_args: tuple[str, ...], **fl
         options,
         command=worker_command(script, script_args, is_module=flags["module"]),
         nproc=nproc,
-        config_items=identity(script, script_args, nproc),
+        config_items=identity(script, script_args),
     )
     return run_and_report(config, num_steps=None, notices=notices(flags))
 
 
-def identity(script: str, script_args: tuple[str, ...], nproc: int) -> dict[str, str]:
-    """What makes it this run and no other. It is kept on disk and shown, so secrets in the arguments are masked."""
-    return {"script": script, "arguments": shlex.join(Redactor().argv(script_args)), "nproc": str(nproc)}
+def identity(script: str, script_args: tuple[str, ...]) -> dict[str, str]:
+    """What makes it this run and no other, in a world of any size.
+
+    It is kept on disk and shown, so secrets in the arguments are masked.
+    """
+    return {"script": script, "arguments": shlex.join(Redactor().argv(script_args))}
 
 
 def refuse(flags: dict[str, Any]) -> None:

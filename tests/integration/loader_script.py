@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import nvrx_sre
 
 NUM_SAMPLES = 52
-BATCH = 4
+GLOBAL_BATCH = 8
 
 
 class Noisy(Dataset[Any]):
@@ -34,15 +34,16 @@ class Noisy(Dataset[Any]):
         return index, torch.tensor([index / NUM_SAMPLES, torch.rand(()).item()])
 
 
-def build_loader(stateful: bool) -> Any:
+def build_loader(stateful: bool, world_size: int) -> Any:
     """Two workers that run ahead; torchdata's loader or torch's own."""
+    batch = GLOBAL_BATCH // world_size
     data = Noisy()
     kind: Any = DataLoader
     if stateful:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         kind = StatefulDataLoader
-    return kind(data, batch_size=BATCH, sampler=DistributedSampler(data, seed=5), num_workers=2, prefetch_factor=2)
+    return kind(data, batch_size=batch, sampler=DistributedSampler(data, seed=5), num_workers=2, prefetch_factor=2)
 
 
 @nvrx_sre.resilient
@@ -56,7 +57,7 @@ def main(ctx: nvrx_sre.Context) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 15], 0.5)
-    loader = build_loader("stateful" in sys.argv)
+    loader = build_loader("stateful" in sys.argv, ctx.world_size)
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     torch.manual_seed(100 + ctx.rank)
     ctx.restore()
@@ -78,7 +79,7 @@ def main(ctx: nvrx_sre.Context) -> None:
                 told.flush()
                 mean = loss.detach().clone()
                 dist.all_reduce(mean)
-                ctx.commit(loss=mean.item() / 2, tokens=BATCH * 2)
+                ctx.commit(loss=mean.item() / ctx.world_size, tokens=GLOBAL_BATCH)
                 if ctx.step == num_steps:
                     return
 

@@ -18,11 +18,20 @@ NUM_STEPS = 18
 FAULTS = ("exception@1:5/optimizer", "sigkill@0:11/optimizer", "exception@0:14")
 
 
-def run(root: Path, *options: str, faults: tuple[str, ...] = ()) -> tuple[Ended, Path]:
-    """A launched run of the script and the folder it told its steps into."""
+def run(root: Path, *options: str, faults: tuple[str, ...] = (), num_ranks: int = 2) -> tuple[Ended, Path]:
+    """A launched run of the script, or its next launch, and the folder it told its steps into."""
     told = root / "told"
-    told.mkdir(parents=True)
-    common = ["--nproc-per-node", "2", "--run-dir", str(root / "run"), "--save-every", "8", "--metrics-linger", "0"]
+    told.mkdir(parents=True, exist_ok=True)
+    common = [
+        "--nproc-per-node",
+        str(num_ranks),
+        "--run-dir",
+        str(root / "run"),
+        "--save-every",
+        "8",
+        "--metrics-linger",
+        "0",
+    ]
     planned = [word for fault in faults for word in ("--fault", fault)]
     arguments = ["launch", *common, *planned, SCRIPT, str(told), str(NUM_STEPS), *options]
     return finish(start(arguments), root / "run"), told
@@ -65,6 +74,23 @@ def test_c20_no_sample_is_lost_or_twice_in_an_epoch(oracle: Path) -> None:
     epoch = [sample for rank in range(2) for line in executed(oracle, rank)[:7] for sample in line["ids"]]
     assert sorted(epoch) == list(range(52))
     assert [line["lr"] for line in executed(oracle, 0)] == [0.01] * 10 + [0.005] * 5 + [0.0025] * 3
+
+
+@pytest.mark.slow
+def test_c22_a_script_is_launched_again_with_another_number_of_ranks(oracle: Path, tmp_path: Path) -> None:
+    """Preempted at step 9 with two ranks, gone on with one: each step has the same samples and learning rate."""
+    preempted, told = run(tmp_path, faults=("sigterm@0:9",))
+    assert preempted.exit_code == 143, preempted.explain()
+    ended, _ = run(tmp_path, faults=("sigterm@0:9",), num_ranks=1)
+    assert ended.exit_code == 0, ended.explain()
+    first = ended.events(StateRestored)[-1][1].step + 1
+    assert 1 < first <= NUM_STEPS, ended.explain()
+    expected = [executed(oracle, rank) for rank in range(2)]
+    for line in executed(told, 0)[-(NUM_STEPS - first + 1) :]:
+        of_ranks = [lines[line["step"] - 1] for lines in expected]
+        assert sorted(line["ids"]) == sorted(of_ranks[0]["ids"] + of_ranks[1]["ids"]), ended.explain()
+        assert line["lr"] == of_ranks[0]["lr"]
+    assert [line["step"] for line in trained(told, 0)] == list(range(1, NUM_STEPS + 1))
 
 
 @pytest.mark.slow

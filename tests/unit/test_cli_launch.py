@@ -110,7 +110,7 @@ def test_what_follows_the_script_belongs_to_it(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_identity_of_a_run_holds_no_secret() -> None:
     """Arguments lie in run.json and are shown when they differ: a secret among them is masked, the rest is kept."""
-    items = launch.identity("train.py", ("--api-token", "s3cr3t-value", "--lr=0.1"), 2)
+    items = launch.identity("train.py", ("--api-token", "s3cr3t-value", "--lr=0.1"))
     assert "s3cr3t" not in items["arguments"]
     assert items["arguments"].startswith("--api-token ") and items["arguments"].endswith(" --lr=0.1")
 
@@ -126,6 +126,7 @@ def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path:
     CliRunner().invoke(launch.command, [*base, str(script)], standalone_mode=False)
     CliRunner().invoke(launch.command, [*base, "--nproc-per-node", "2", str(script)], standalone_mode=False)
     assert [config.nproc for config in seen] == [3, 2]
+    assert seen[0].config_items == seen[1].config_items, "the same run in a world of another size"
 
 
 def test_the_rendezvous_id_names_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
