@@ -1,21 +1,20 @@
-"""DCP's metadata as JSON in the manifest, and a storage reader that takes it from there.
+"""DCP's metadata as JSON in the manifest, and back.
 
     {"tensors": {key: {"dtype", "size", "chunks": [[offsets, sizes], ...]}},
      "items": [[key, offset, file, position, length, xxh3_64 of the tensor's bytes], ...], "paths": {key: [parts]}}
 
 `.metadata` is a pickle and is written only so that plain `torch.distributed.checkpoint.load` works; we never
-read it. Tensors inside the `.distcp` files are read with `weights_only=True` by DCP itself.
+read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -95,17 +94,3 @@ def from_json(value: dict[str, Any]) -> Metadata:
 def stored_tensors(value: dict[str, Any]) -> dict[str, StoredTensor]:
     """What is stored under each key."""
     return {key: StoredTensor(item["dtype"], tuple(item["size"])) for key, item in value["tensors"].items()}
-
-
-class ManifestReader(FileSystemReader):
-    """`dcp.load(state, storage_reader=ManifestReader(directory, manifest.dcp))` without touching `.metadata`."""
-
-    def __init__(self, directory: Path, dcp: dict[str, Any]) -> None:
-        super().__init__(directory)
-        self._dcp = dcp
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = from_json(self._dcp)
-        assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self.load_id
-        return metadata

@@ -30,7 +30,6 @@ CULPRIT_WINDOW = "30d"
 PRICE = "$price"
 """Variable: price of one GPU-hour."""
 SECONDS_AN_HOUR = 3600
-TROUBLE = (Situation.SILENT, Situation.STALLED, Situation.RENDEZVOUS_STUCK, Situation.CRASH_LOOP, Situation.HALTED)
 MAX_ROWS = 20
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-GREEN, YELLOW, ORANGE, RED, BLUE, GREY = "green", "yellow", "orange", "red", "blue", "text"
+GREEN, ORANGE, RED, BLUE, GREY = "green", "orange", "red", "blue", "text"
 STAT_HEIGHT = 4
 PANEL_HEIGHT = 8
 

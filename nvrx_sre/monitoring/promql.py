@@ -74,11 +74,10 @@ class Query:
 
     def rate(self, metric: Metric, *by: str, window: str, suffix: str = "", **labels: str | Sequence[str]) -> str:
         """Per-second rate of a counter or of a histogram's parts."""
-        return self._over_window("rate", metric, by, window, self.series(metric, suffix, **labels))
-
-    def increase(self, metric: Metric, *by: str, window: str, suffix: str = "", **labels: str | Sequence[str]) -> str:
-        """Increase of a counter or of a histogram's parts over `window`; extrapolated, hence for pictures only."""
-        return self._over_window("increase", metric, by, window, self.series(metric, suffix, **labels))
+        if metric.type not in CUMULATIVE:
+            raise InternalError(f"rate of {metric.name}, which is a {metric.type}")
+        selector = self.series(metric, suffix, **labels)
+        return f"max by {self.keys(*_checked(metric, by))} (rate({selector}[{window}]))"
 
     def gain(self, metric: Metric, *by: str, window: str, suffix: str = "", **labels: str | Sequence[str]) -> str:
         """What a counter or a histogram's part gained within `window`: whole numbers, never extrapolated.
@@ -95,11 +94,6 @@ class Query:
         keys = self.keys(*by, *varying)
         gained = f"(max by {keys} (max_over_time({series})) - min by {keys} (min_over_time({series})))"
         return f"sum by {self.keys(*by)} {gained}" if varying else gained
-
-    def _over_window(self, function: str, metric: Metric, by: Sequence[str], window: str, selector: str) -> str:
-        if metric.type not in CUMULATIVE:
-            raise InternalError(f"{function} of {metric.name}, which is a {metric.type}")
-        return f"max by {self.keys(*_checked(metric, by))} ({function}({selector}[{window}]))"
 
 
 def recorded(metric: Metric, operation: str = "max") -> str:

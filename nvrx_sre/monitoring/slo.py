@@ -27,7 +27,6 @@ from nvrx_sre.telemetry import catalog
 SHORT_WINDOWS = 12
 """Google SRE workbook, chapter 5: the short window is a twelfth of the long one."""
 DIGITS = 4
-SECONDS_PER_HOUR = 3_600
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,10 +43,10 @@ def test_series_take_closed_label_values_only() -> None:
         lambda: QUERY.series(catalog.LOSS, "bucket"),
         lambda: QUERY.latest(catalog.LOSS, "cap"),
         lambda: QUERY.rate(catalog.LOSS, window="5m"),
-        lambda: QUERY.increase(catalog.BUDGET_USED, "cap", window="5m"),
+        lambda: QUERY.gain(catalog.BUDGET_USED, "cap", window="5m"),
     ],
     ids=["no such label", "no such value", "no value", "histogram as number", "gauge as histogram", "no such group",
-         "rate of a gauge", "increase of a gauge"],
+         "rate of a gauge", "gain of a gauge"],
 )  # fmt: skip
 def test_c72_a_query_that_does_not_fit_the_metric_is_refused(build: object) -> None:
     """Wrong label, value, suffix or function for the type is an error where the expression is built."""
