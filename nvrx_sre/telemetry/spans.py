@@ -472,11 +472,15 @@ class SpanFile:
             os.close(descriptor)
 
     def _read_ids(self) -> set[str]:
+        """Line by line: the file of a long run is larger than what a launcher should hold."""
+        found: set[str] = set()
         if not self._path.exists():
-            return set()
-        content = self._path.read_bytes()
-        keep = content.rfind(b"\n") + 1
-        if keep < len(content):
-            with open(self._path, "r+b") as file:
-                file.truncate(keep)
-        return {json.loads(line)["span_id"] for line in content[:keep].splitlines()}
+            return found
+        with open(self._path, "r+b") as file:
+            keep = 0
+            for line in file:
+                if line.endswith(b"\n"):
+                    keep += len(line)
+                    found.add(json.loads(line)["span_id"])
+            file.truncate(keep)
+        return found
