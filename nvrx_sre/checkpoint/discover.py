@@ -100,6 +100,8 @@ def discover(run_dir: Path, fences: Sequence[Fence], *, run: str | None = None) 
         try:
             manifest = manifests.verify(path, deep=False, run=run)
         except CheckpointCorrupt as error:
+            if not path.is_dir():
+                continue  # retention took it away while it was looked at
             found.rejected.append(Rejected(directory=path.name, step=name[0], reason=error.reason, message=str(error)))
             continue
         abandoned = is_abandoned(fences, manifest.generation, manifest.step)

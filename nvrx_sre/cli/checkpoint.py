@@ -67,25 +67,29 @@ def verify_command(run_dir: Path, steps: tuple[int, ...], as_json: bool) -> int:
     checked = [item for item in (*found.restorable, *found.abandoned) if not steps or item.step in steps]
     _check_steps(steps, [*(item.step for item in bad), *(item.step for item in checked)], found)
     good: list[Found] = []
+    gone: list[Found] = []
 
-    def say(result: Found | Rejected) -> None:
+    def say(result: Found | Rejected, *, is_gone: bool = False) -> None:
         if not as_json:
-            click.echo(view.verdict(result))
+            click.echo(view.verdict(result, is_gone=is_gone))
 
     for rejected in bad:
         say(rejected)
     with progress("verifying", sum(item.size_bytes for item in checked), quiet=as_json) as advance:
         for item in checked:
             problem = verify_one(item, advance)
-            say(problem or item)
-            if problem is None:
-                good.append(item)
-            else:
+            is_gone = problem is not None and not item.path.is_dir()  # the retention of a live run was faster
+            if is_gone:
+                gone.append(item)
+            elif problem is not None:
                 bad.append(problem)
+            else:
+                good.append(item)
+            say(problem or item, is_gone=is_gone)
     if as_json:
-        result = {"good": [item.directory for item in good], "bad": [asdict(item) for item in bad]}
-        click.echo(json.dumps(result, indent=1, sort_keys=True))
-    elif not good and not bad:
+        names = {"good": [item.directory for item in good], "gone": [item.directory for item in gone]}
+        click.echo(json.dumps({**names, "bad": [asdict(item) for item in bad]}, indent=1, sort_keys=True))
+    elif not good and not bad and not gone:
         click.echo("no checkpoint has been committed")
     return 1 if bad else 0
 

@@ -93,8 +93,10 @@ class Listing:
         }
 
 
-def verdict(result: Found | Rejected) -> str:
-    """One line of `verify`."""
+def verdict(result: Found | Rejected, *, is_gone: bool = False) -> str:
+    """One line of `verify`. `is_gone`: it was deleted before all of it was read."""
+    if is_gone:
+        return f"deleted   {result.directory}  by retention, while it was read"
     if isinstance(result, Rejected):
         return f"damaged   {result.directory}: {result.reason}: {result.message}"
     files = len(result.manifest.files)

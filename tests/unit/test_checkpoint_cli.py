@@ -6,11 +6,12 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from nvrx_sre.checkpoint import discover
+from nvrx_sre.checkpoint import discover, manifest, retention
 from nvrx_sre.cli.checkpoint import command
 from nvrx_sre.core import processes
 from nvrx_sre.core.errors import CheckpointCorrupt, RunDirectoryBusy, UserError
@@ -82,6 +83,24 @@ def test_verify_of_good_checkpoints_exits_0(tmp_path: Path) -> None:
     commit(tmp_path, 10)
     code, output = invoke("verify", str(tmp_path))
     assert code == 0 and output.startswith("good ")
+
+
+def test_what_retention_deletes_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older of two goes while the newer is read: said to be deleted, exit 0."""
+    old, new = commit(tmp_path, 10), commit(tmp_path, 20)
+    really = manifest.verify_files
+
+    def verify_files(directory: Path, *arguments: Any, **options: Any) -> None:
+        really(directory, *arguments, **options)
+        if directory == new:
+            retention.delete(old)
+
+    monkeypatch.setattr(manifest, "verify_files", verify_files)
+    code, output = invoke("verify", str(tmp_path))
+    assert (code, [line.split()[:2] for line in output.splitlines()]) == (
+        0,
+        [["good", new.name], ["deleted", old.name]],
+    )
 
 
 def test_missing_or_foreign_directory_is_a_user_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -170,6 +171,22 @@ def test_c01_an_unfinished_save_is_interrupted_and_not_a_checkpoint(tmp_path: Pa
     assert steps(discover.discover(tmp_path, [])) == [10]
     assert discover.clear_interrupted(tmp_path) == [torn.name]
     assert discover.discover(tmp_path, []).interrupted == []
+
+
+def test_what_retention_takes_away_meanwhile_is_not_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gone between the listing and the look: neither restorable nor damaged."""
+    old = commit(tmp_path, 10)
+    commit(tmp_path, 20)
+    really = manifest.verify
+
+    def verify(directory: Path, deep: bool, **options: Any) -> manifest.Manifest:
+        if directory == old:
+            retention.delete(old)
+        return really(directory, deep, **options)
+
+    monkeypatch.setattr(manifest, "verify", verify)
+    found = discover.discover(tmp_path, [])
+    assert (steps(found), found.rejected) == ([20], [])
 
 
 def test_fences_survive_and_cut_off_for_ever(tmp_path: Path) -> None:
