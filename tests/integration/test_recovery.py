@@ -195,18 +195,30 @@ def test_a_save_handed_over_survives_the_loss_of_every_rank(tmp_path: Path) -> N
     assert story[:4] == ["SaveStarted", "WorkerExited", "WorkerExited", "SaveCommitted"], ended.explain()
 
 
-def test_many_restarts_leak_nothing_and_meshes_are_current(tmp_path: Path) -> None:
-    """12 in-process restarts of a script with DTensor reductions: same result, descriptors and threads stay flat."""
+def printed(run_dir: Path, word: str) -> dict[int, list[int]]:
+    """Generation -> numbers of the last line that rank 0 printed in it behind `word`."""
+    lines = (line.split() for line in (run_dir / "logs" / "rank-00000.log").read_text().splitlines())
+    return {int(line[1]): [int(value) for value in line[2:]] for line in lines if line[:1] == [word]}
+
+
+def test_c33_many_restarts_leak_nothing_and_meshes_are_current(tmp_path: Path) -> None:
+    """30 in-process restarts of a script with DTensor reductions: same result; memory, descriptors and threads stay.
+
+    An exception costs no step, although captures are copied under the next one. Only where a launcher on a loaded
+    machine is two steps behind its ranks a capture finds no free slot, is skipped, and costs one.
+    """
     script = str(Path(__file__).with_name("clipping_script.py"))
-    common = ["launch", "--nproc-per-node", "2", "--standbys", "0", "--metrics-linger", "0"]
+    common = ["launch", "--nproc-per-node", "2", "--standbys", "0", "--metrics-linger", "0", "--save-every", "1000"]
     plain = finish(start([*common, "--run-dir", str(tmp_path / "plain"), script]), tmp_path / "plain")
-    faults = fault_arguments(*(f"exception@{step // 4 % 2}:{step}" for step in range(4, 52, 4)))
+    faults = fault_arguments(*(f"exception@{step // 2 % 2}:{step}" for step in range(2, 62, 2)))
     faulted = finish(start([*common, "--run-dir", str(tmp_path / "run"), *faults, script]), tmp_path / "run")
     assert (plain.exit_code, faulted.exit_code) == (0, 0), faulted.explain()
-    assert len(faulted.events(IncidentClosed)) == 12
+    rollbacks = [event.rollback_steps for _, event in faulted.events(IncidentClosed)]
+    assert len(rollbacks) == 30 and max(rollbacks) <= 1 and sum(rollbacks) <= 2, faulted.explain()
+    assert {event.source for _, event in faulted.events(StateRestored)[1:]} == {RestoredFrom.HOT}
     results = [ended.events(RunFinished)[-1][1].result for ended in (plain, faulted)]
     assert results[0] == results[1] and results[0]["norm"] > 0
     assert faulted.summary["final_loss"] == plain.summary["final_loss"]
-    log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
-    last = {int(line.split()[1]): line.split()[2:] for line in log.splitlines() if line.startswith("resources")}
-    assert last[3] == last[13], f"descriptors, threads, Python threads by generation: {last}"
+    resources, resident = printed(tmp_path / "run", "resources"), printed(tmp_path / "run", "resident")
+    assert resources[3] == resources[31], f"descriptors, threads, Python threads by generation: {resources}"
+    assert resident[31][0] <= 1.1 * resident[3][0], f"resident MiB by generation: {resident}"
