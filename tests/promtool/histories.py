@@ -13,7 +13,8 @@ from nvrx_sre.telemetry import catalog
 from tests.promtool.fleet import DEADLINES, END, Run, jump
 
 BEGIN = [(60, "start"), (120, "train")]
-LOOP = [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"), (720, "fault")]
+LOOP = [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"), (720.5, "fault")]
+"""The third attempt and a halt at 721 are within one scrape, whatever its interval."""
 HALT, CRASH, OVERDUE, STALLED = "NvrxRunHalted", "NvrxCrashLooping", "NvrxRecoveryOverdue", "NvrxRunStalled"
 RENDEZVOUS, STARTUP, BREACHED = "NvrxRendezvousStuck", "NvrxStartupOverdue", "NvrxRetryCapBreached"
 MISSING, STUCK, STALE, LOW = "NvrxTargetMissing", "NvrxLauncherStuck", "NvrxCheckpointStale", "NvrxRetryBudgetLow"
@@ -112,6 +113,7 @@ def crash_loops(v: Values) -> list[Run]:
     startup = [(60, "start"), (300, "fault"), (600, "fault"), (900, "fault")]
     again = [*LOOP, (721, "halted"), (1000, "start"), (1060, "redo")]
     reset = [*LOOP, (721, "halted"), (960, "reset"), (961, "start"), (980, "redo"), (1020, "fault"), (1022, "progress")]
+    later, gone = [*LOOP, (840, "halted")], (("old", 0, 910),)
     return [
         Run("loop", LOOP, whole),
         Run("loop-without-cluster", LOOP, whole, cluster=None),
@@ -172,6 +174,19 @@ def crash_loops(v: Values) -> list[Run]:
             reset,
             {CRASH: [(720, 961)], HALT: [(721, 961)]},
             pods=(("old", 0, 850), ("new", 961, END)),
+        ),
+        Run("loop-halted-later", later, {CRASH: [(720, END)], LOW: [(low[0], 840)]}, pods=gone),
+        Run(
+            "loop-halted-later-resubmitted",
+            [*later, (1500, "start"), (1520, "progress")],
+            {CRASH: [(720, 1500)], LOW: [(low[0], 840)]},
+            pods=(*gone, ("new", 1500, END)),
+        ),
+        Run(
+            "loop-cured-then-halted",
+            [*LOOP, (780, "progress"), (840, "halted")],
+            {CRASH: [(720, 780)], HALT: [(840, END)]},
+            pods=gone,
         ),
     ]
 

@@ -1,8 +1,9 @@
 """Records what Prometheus would have scraped of real runs: `python -m tests.recordings.record [NAME ...]`.
 
 Each recording is a JSON file beside this one: the command, and every series that the rules read, as it was scraped
-once a second from the real endpoint of a real launcher (null where the scrape failed), changes only. Times are seconds since the recording's beginning; the host and paths are taken out. The runs take
-about two minutes; they are recorded once, so that the tests replay the same samples on any machine.
+once a second from the real endpoint of a real launcher (null where the scrape failed), changes only. Times are seconds
+since the recording's beginning; the host's name and paths are taken out. The runs take a few minutes; they are recorded
+once, so that the tests replay the same samples on any machine.
 """
 
 from __future__ import annotations
