@@ -22,7 +22,9 @@ last progress; one retry of a non-finite loss, whose limit of 1 a single recover
 faults of one device; `storage` and `unknown_progress`, which say that evidence is missing rather than that the
 run loops. Where one of these stops the run, `NvrxRunHalted` says so."""
 LOOPED = recorded(catalog.BUDGET_USED, "looped")
-"""Attempts of a run that looped; read by the alert at the evaluation after."""
+"""Attempts of a run that looped, kept while it is halted; read by the alerts at the evaluation after."""
+TOLD = recorded(catalog.HALTED_TIMESTAMP, "told")
+"""Runs whose halt was told before their loop, or with it; read by the alert at the evaluation after."""
 STARTUP_PHASES = ("init", "rendezvous", "rebuild", "load", "first_step")
 RECOVERY_PHASES = ("teardown", *STARTUP_PHASES)
 STEADY_PHASES = ("step", "data", "evaluate", "save", "finalize")
@@ -48,17 +50,28 @@ def _root_rank(read: Readings) -> str:
     return f"{{{{ with {rank} }}}}rank {{{{ . | first | value }}}}{{{{ else }}}}a rank not known{{{{ end }}}}"
 
 
-def _run_halted(read: Readings) -> AlertRule:
+def _is_halted(read: Readings) -> str:
+    """The run was halted and not started since, also when its pod is gone."""
+    window = duration(read.values.halted_memory_s)
+    return f"last_over_time({MAX_HALTED}[{window}]) > {read.on} last_over_time({MAX_ACTIVE}[{window}])"
+
+
+def _halts(read: Readings) -> str:
+    """When it was halted; nothing for a run whose loop was told before, which goes on with that."""
     window = duration(read.values.halted_memory_s)
     newest = f"topk {read.by} (1, last_over_time({read.of(catalog.HALTED_TIMESTAMP)}[{window}]))"
+    return f"{newest}\nand {read.on}\n({_is_halted(read)})\nunless {read.on}\n({LOOPED} unless {read.on} {TOLD})"
+
+
+def _run_halted(read: Readings) -> AlertRule:
     return AlertRule(
         name="NvrxRunHalted",
         verdict="halted: nothing will start it again",
         severity="critical",
-        expr=f"{newest}\nand {read.on}\n"
-        f"(last_over_time({MAX_HALTED}[{window}]) > {read.on} last_over_time({MAX_ACTIVE}[{window}]))",
+        expr=_halts(read),
         meaning="The run stopped with exit 93: a retry cap was reached, the fault cannot be cured by a restart, or "
-        "somebody halted it (label `reason`). Nothing will start it again by itself.",
+        "somebody halted it (label `reason`). Nothing will start it again by itself. Not for a run that has paged as "
+        "`NvrxCrashLooping` already: that page stays until the run is started again.",
         clears="When the run is submitted again under the same name, or after `halted_memory_s`.",
         summary="Run {{ $labels.run }} is halted ({{ $labels.reason }}) since {{ $value | humanizeTimestamp }} and "
         "will not restart.",
@@ -72,7 +85,17 @@ def _run_halted(read: Readings) -> AlertRule:
 
 def progress_recordings(read: Readings) -> list[RecordingRule]:
     """What the alerts remember of the evaluation before."""
-    return [RecordingRule(name=LOOPED, expr=_loops(read), metric=catalog.BUDGET_USED, after_alerts=True)]
+    # the order matters: what was told is judged by the loops of the evaluation before
+    told = f"max {read.by} ({_halts(read)})"
+    return [
+        RecordingRule(name=TOLD, expr=told, metric=catalog.HALTED_TIMESTAMP, after_alerts=True),
+        RecordingRule(name=LOOPED, expr=_loops_or_looped(read), metric=catalog.BUDGET_USED, after_alerts=True),
+    ]
+
+
+def _loops_or_looped(read: Readings) -> str:
+    """A loop that was halted stays one until the run is started again."""
+    return f"{_loops(read)}\nor {read.on}\n({LOOPED} and {read.on} {_is_halted(read)})"
 
 
 def _loops(read: Readings) -> str:
@@ -103,22 +126,26 @@ def _recovered(read: Readings) -> str:
 
 def _crash_looping(read: Readings) -> AlertRule:
     recovering = read.of(catalog.RUN_STATE_ENTERED, state=RunState.RECOVERING)
+    window_s = read.values.halted_memory_s
+    started = f" > {read.on} last_over_time({MAX_ACTIVE}[{duration(window_s)}])"
+    halted = lookup(MAX_HALTED, read.values, memory_s=window_s, condition=started)
     # One evaluation more, with the value 0, once new steps are committed: the page that resolves then says how.
     cured = f"0 * {LOOPED} and {read.on} ({read.of(catalog.LAST_NEW_STEP)} >= {read.on} {recovering})"
     return AlertRule(
         name="NvrxCrashLooping",
         verdict="crash loop: no progress",
         severity="critical",
-        expr=f"{_loops(read)}\nor {read.on}\n({cured})",
+        expr=f"{_loops_or_looped(read)}\nor {read.on}\n({cured})",
         resolved=f"{{{{ if not $value }}}}{_recovered(read)}{{{{ end }}}}",
         for_s=read.values.crash_loop_for_s,
         meaning="The run restarts again and again without committing a step that it had not committed before.",
-        clears="With the first new step, when a halted run is submitted again, or when the series of the run are gone.",
+        clears="With the first new step, or when a halted run is submitted again.",
         summary="Run {{ $labels.run }} is crash looping{{ if $value }}: {{ $value }} attempts without progress"
         "{{ end }}.",
         description=(
             f"Last root: {_root_rank(read)}. Attempts without progress have used up a retry budget and no new step "
             "was committed since the last fault. The job looks busy but redoes the same steps. "
+            f"{{{{ with {halted} }}}}It has been halted since: nothing will start it again by itself. {{{{ end }}}}"
             "`nvrx-sre runbook NvrxCrashLooping` says what to do."
         ),
     )

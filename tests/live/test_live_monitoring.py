@@ -32,8 +32,8 @@ WATCHDOG = "NvrxWatchdog"
 
 @pytest.fixture
 def runs(now: float) -> Iterator[dict[str, LiveRun]]:
-    """Three runs that train."""
-    found = {name: LiveRun(name) for name in ("recovers", "loops", "halts")}
+    """Four runs that train."""
+    found = {name: LiveRun(name) for name in ("recovers", "loops", "halts", "ends")}
     for run in found.values():
         run.at_s = run.train()
         run.tell()
@@ -57,6 +57,15 @@ def pages(stack: MonitoringStack, status: str) -> list[tuple[str, list[str]]]:
     return sorted(found)
 
 
+def submit_again(run: LiveRun) -> LiveRun:
+    """The run's next launcher, at the same address, with its budgets refilled."""
+    again = LiveRun(run.run, port=run.server.port, story=run.story)
+    again.story.add(STORY_S, BudgetReset(reason="the cause is fixed"))
+    again.story.start(STORY_S)
+    again.tell()
+    return again
+
+
 def evaluations(stack: MonitoringStack, alert: str, run: str) -> float:
     """How many times the alert was seen firing."""
     selector = f'ALERTS{{alertname="{alert}",alertstate="firing",run="{run}"}}'
@@ -72,8 +81,12 @@ def exemplar_traces(stack: MonitoringStack, family: str, run: str) -> set[str]:
 
 
 def test_c68_a_crash_loop_pages_once_and_a_recovery_does_not(runs: dict[str, LiveRun]) -> None:
-    """Recovered: silent. Looping: one page. Stopped with 93: one page, also after its endpoint is gone. Both clear."""
-    recovers, loops, halts = runs.values()
+    """Recovered: silent. Looping: one page. Stopped with 93: one page, also after its endpoint is gone. All clear.
+
+    A loop that has paged and is stopped later goes on with its page: nobody is told a second time.
+    """
+    recovers, loops, halts, ends = runs.values()
+    looping = {"loops": loops, "ends": ends}
     config = StackConfig(
         targets=tuple(ScrapeTarget(url=run.server.url, labels=LABELS) for run in runs.values()),
         scrape_interval_s=1.0,
@@ -81,44 +94,48 @@ def test_c68_a_crash_loop_pages_once_and_a_recovery_does_not(runs: dict[str, Liv
         group_interval_s=1.0,
     )
     with MonitoringStack(config) as stack:
-        scraped(recovers, loops, halts)
-        for run, fault in ((recovers, FaultClass.EXCEPTION), (loops, FaultClass.KILLED), (halts, FaultClass.EXCEPTION)):
-            run.at_s = run.fail(run.at_s, fault)
+        scraped(*runs.values())
+        for name, run in runs.items():
+            run.at_s = run.fail(run.at_s, FaultClass.KILLED if name in looping else FaultClass.EXCEPTION)
             run.tell()
-        scraped(recovers, loops, halts)
+        scraped(*runs.values())
         recovers.story.steps(recovers.at_s, recovers.at_s + 1.0, 11, 11)
-        loops.at_s = loops.fail(loops.fail(loops.at_s, FaultClass.KILLED), FaultClass.KILLED)
+        for run in looping.values():
+            run.at_s = run.fail(run.fail(run.at_s, FaultClass.KILLED), FaultClass.KILLED)
         halts.at_s = halts.fail(halts.at_s, FaultClass.EXCEPTION)
         halts.story.fault(halts.at_s + 0.2, halts.at_s + 0.3, FaultClass.EXCEPTION, 1)
         halts.story.finish(halts.at_s + 0.5, exit_code=93)
         for run in runs.values():
             run.tell()
-        scraped(recovers, loops, halts)
+        scraped(*runs.values())
         recovers.story.finish(recovers.at_s + 2.0)
         recovers.tell()
         halts.server.close()
 
-        expected = [("halts", ["NvrxRunHalted"]), ("loops", ["NvrxCrashLooping"])]
+        looped = [(name, ["NvrxCrashLooping"]) for name in looping]
+        expected = sorted([("halts", ["NvrxRunHalted"]), *looped])
         assert stack.receiver.wait_for(lambda _: pages(stack, "firing") == expected, DEADLINE_S), stack.notifications()
+        ends.story.finish(ends.at_s + 0.5, exit_code=93)
+        ends.tell()
+        scraped(ends)
+        ends.server.close()
+        seen = evaluations(stack, "NvrxCrashLooping", "ends")
+        assert stack.wait_until(lambda: evaluations(stack, "NvrxCrashLooping", "ends") >= seen + 8, DEADLINE_S)
         assert stack.wait_until(lambda: evaluations(stack, "NvrxRunHalted", "halts") >= 8, DEADLINE_S)
         assert stack.wait_until(lambda: evaluations(stack, "NvrxCrashLooping", "loops") >= 8, DEADLINE_S)
         assert pages(stack, "firing") == expected
-        assert evaluations(stack, "NvrxCrashLooping", "recovers") == 0
+        assert evaluations(stack, "NvrxCrashLooping", "recovers") == evaluations(stack, "NvrxRunHalted", "ends") == 0
         (closed,) = (item.event for item in recovers.story.records if isinstance(item.event, IncidentClosed))
         assert exemplar_traces(stack, "nvrx_outage_seconds", "recovers") == {closed.trace_id}
         assert exemplar_traces(stack, "nvrx_detection_seconds", "recovers") == {incident_trace_id("recovers", 1)}
 
         loops.story.steps(loops.at_s, STORY_S, 11, 11)
         loops.tell()
-        again = LiveRun("halts", port=halts.server.port, story=halts.story)
-        runs["again"] = again
-        again.story.add(STORY_S, BudgetReset(reason="the cause is fixed"))
-        again.story.start(STORY_S)
-        again.tell()
-        assert stack.receiver.wait_for(lambda _: len(pages(stack, "resolved")) == 2, DEADLINE_S), stack.notifications()
+        runs |= {f"{run.run} again": submit_again(run) for run in (halts, ends)}
+        assert stack.receiver.wait_for(lambda _: len(pages(stack, "resolved")) == 3, DEADLINE_S), stack.notifications()
         resolved = dict(pages(stack, "resolved"))  # one message a run; it may name the inhibited alert as well
         assert "NvrxRunHalted" in resolved["halts"]
-        assert resolved["loops"] == ["NvrxCrashLooping"]
+        assert resolved["loops"] == resolved["ends"] == ["NvrxCrashLooping"]
         assert pages(stack, "firing") == expected
         report = stack.report()
         assert {"NvrxCrashLooping", "NvrxRunHalted", WATCHDOG} <= set(report.fired)
