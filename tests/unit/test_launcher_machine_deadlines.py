@@ -211,3 +211,28 @@ def test_c28_each_phase_has_its_own_limit() -> None:
     driven.step(2)
     driven.wait(5.0)
     assert [item.phase for item in driven.events(FaultDetected)] == [schema.Phase.STEP]
+
+
+@pytest.mark.parametrize("skew_s", [-300, 300])
+def test_c51_a_skewed_stamp_neither_ends_a_healthy_rank_nor_hides_a_hang(skew_s: int) -> None:
+    """Rank 1's clock is minutes off: age is when the launcher heard of progress, not what the sender wrote."""
+    driven = begun(tunes=False, limits=Limits(deadlines=Deadlines(step_s=5.0)))
+
+    def beat(rank: int, progress: int) -> None:
+        stamp_ns = driven.now_ns + rank * skew_s * 10**9
+        driven.say(driven.child_of(rank), wire.Alive(generation=1, step=1, progress=progress, mono_ns=stamp_ns))
+
+    for second in range(1, 31):
+        driven.wait(1.0)
+        beat(0, second)
+        beat(1, second)
+    assert driven.events(FaultDetected) == [], "thirty seconds of progress in small parts"
+    for second in range(31, 34):
+        driven.wait(1.0)
+        beat(0, second)
+        beat(1, 30)
+    assert driven.events(FaultDetected) == []
+    driven.wait(2.5)
+    beat(0, 34)
+    (fault,) = driven.records_of(FaultDetected)
+    assert fault.rank == 1, "it beats, but does not progress"
