@@ -20,6 +20,7 @@ import nvrx_sre
 
 NUM_STEPS = 12
 WIDTH = 6
+NAMES = ("halves", "wrapped", "scaled")
 
 
 class Marked(torch.Tensor):
@@ -77,6 +78,13 @@ class Halves(nn.Module):
         return result
 
 
+def flat() -> nn.Module:
+    """What FSDP1 wraps: shards are uneven, and some of the last are empty."""
+    model = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH))
+    model.register_buffer("calls", torch.zeros(3))
+    return model
+
+
 def local_bits(tensor: torch.Tensor) -> bytes:
     """This rank's bits."""
     tensor = tensor.detach()
@@ -114,16 +122,9 @@ def build(ctx: nvrx_sre.Context) -> tuple[list[nn.Module], list[torch.optim.Opti
     for layer in (halves.up, halves.down):
         fully_shard(layer, mesh=mesh["data"])  # type: ignore[arg-type]  # a layer
     fully_shard(halves, mesh=mesh["data"])
-    flat = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH))
-    flat.register_buffer("calls", torch.zeros(3))
-    wrapped = FullyShardedDataParallel(flat, use_orig_params=True, device_id=torch.device("cpu"))
-    scaled = Scaled(ctx.rank)
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(halves.parameters(), lr=0.01),
-        torch.optim.AdamW(wrapped.parameters(), lr=0.02),
-        torch.optim.SGD([scaled.weight], lr=0.01, momentum=0.9),
-    ]
-    return [halves, wrapped, scaled], optimizers
+    wrapped = FullyShardedDataParallel(flat(), use_orig_params=True, device_id=torch.device("cpu"))
+    models = [halves, wrapped, Scaled(ctx.rank)]
+    return models, optimizers_of(models)
 
 
 def say(ctx: nvrx_sre.Context, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
@@ -132,15 +133,30 @@ def say(ctx: nvrx_sre.Context, models: list[nn.Module], optimizers: list[torch.o
     print("bits", ctx.generation, ctx.step, *found, random_stream(), flush=True)
 
 
+def optimizers_of(models: list[nn.Module]) -> list[torch.optim.Optimizer]:
+    """One for each."""
+    halves, wrapped, scaled = models
+    return [
+        torch.optim.AdamW(halves.parameters(), lr=0.01),
+        torch.optim.AdamW(wrapped.parameters(), lr=0.02),
+        torch.optim.SGD([scaled.weight], lr=0.01, momentum=0.9),  # type: ignore[list-item]  # a parameter
+    ]
+
+
+def tracked_of(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What is tracked, by name."""
+    tracked: dict[str, Any] = dict(zip(NAMES, models, strict=True))
+    tracked |= {f"{name}_optimizer": item for name, item in zip(NAMES, optimizers, strict=True)}
+    return tracked | {"schedule": torch.optim.lr_scheduler.StepLR(optimizers[1], 2, 0.5)}
+
+
 @nvrx_sre.resilient
 def train(ctx: nvrx_sre.Context) -> None:
     torch.set_num_threads(1)
     ctx.init_process_group()
     models, optimizers = build(ctx)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizers[1], 2, 0.5)
-    names = ("halves", "wrapped", "scaled")
-    ctx.track(**dict(zip(names, models, strict=True)), schedule=schedule)
-    ctx.track(**{f"{name}_optimizer": item for name, item in zip(names, optimizers, strict=True)})
+    tracked = tracked_of(models, optimizers)
+    ctx.track(**tracked)
     ctx.restore()
     say(ctx, models, optimizers)
     while ctx.step < NUM_STEPS:
@@ -153,7 +169,7 @@ def train(ctx: nvrx_sre.Context) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        schedule.step()
+        tracked["schedule"].step()
         models[1].module.calls += 1
         torch.randn(1)
         ctx.commit(loss=loss.detach(), tokens=4)

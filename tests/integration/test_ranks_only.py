@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 
 from nvrx_sre.checkpoint import discover, manifest
+from nvrx_sre.checkpoint.restore import DurableCandidate
+from nvrx_sre.checkpoint.stand_ins import StandIns
 from nvrx_sre.events.schema import (
     FaultDetected,
     HotIntervalChosen,
@@ -17,6 +22,7 @@ from nvrx_sre.events.schema import (
     StateRestored,
 )
 from tests.integration.launched import Ended, finish, start
+from tests.integration.ranks_only_script import Halves, Scaled, flat, optimizers_of, tracked_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 WORLD_SIZE = 4
@@ -82,3 +88,34 @@ def test_one_message_names_what_no_slot_can_hold(ended: Ended) -> None:
     assert chosen.every_steps == 0
     for part in ("wrapped (FSDP1 wrapper)", "halves.up.weight (strided shard)"):
         assert part in log and part in chosen.reason
+
+
+def newest(ended: Ended) -> discover.Found:
+    """The newest checkpoint of the run."""
+    return discover.discover(ended.run_dir, discover.read_fences(ended.run_dir)).restorable[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what a plain load in one process says
+def test_it_goes_into_plain_modules_of_another_world(ended: Ended) -> None:
+    """One rank, without FSDP1 and tensor parallelism: what we restore is what torch's own load reads, whole."""
+    models: list[nn.Module] = [Halves(), flat(), Scaled(0)]
+    optimizers = optimizers_of(models)
+    stand_ins = StandIns(tracked_of(models, optimizers))
+    candidate = DurableCandidate(newest(ended).path, "run", 0, 1, stand_ins.tracked)
+    candidate.check()
+    candidate.load()
+    stand_ins.push()
+    halves, wrapped, scaled = models
+    found = {
+        "halves.up.weight": halves.up.weight,
+        "halves_optimizer.state.halves.up.weight.exp_avg": optimizers[0].state[halves.up.weight]["exp_avg"],
+        "wrapped.0.weight": wrapped[0].weight,
+        "wrapped_optimizer.state.wrapped.0.bias.exp_avg_sq": optimizers[1].state[wrapped[0].bias]["exp_avg_sq"],
+        "scaled.weight": scaled.weight.as_subclass(torch.Tensor),
+        "scaled.fixed.low": scaled.fixed.low,
+    }
+    state = {key: torch.empty_like(tensor) for key, tensor in found.items()}
+    dcp.load(state, checkpoint_id=newest(ended).path, no_dist=True)
+    for key, tensor in found.items():
+        assert torch.equal(tensor, state[key]) and bool(tensor.any()), key
+    assert [group["lr"] for group in optimizers[1].param_groups] == [0.02 * 0.5**6]
