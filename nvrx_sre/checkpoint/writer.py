@@ -33,6 +33,7 @@ from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.checkpoint.stages import unwatched
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import StorageError, UserError
+from nvrx_sre.core.output import survive_a_full_disk
 from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import SaveFailure
@@ -250,6 +251,7 @@ def yield_to_training() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Process main. Exit code 0 at `Leave` or the end of the channel."""
     config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    survive_a_full_disk()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not die_with_parent():

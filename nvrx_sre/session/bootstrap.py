@@ -20,6 +20,7 @@ import traceback
 
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import ExitCode, NvrxError
+from nvrx_sre.core.output import survive_a_full_disk
 from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.settings import STACKS_SIGNAL, ChildSettings
@@ -74,6 +75,7 @@ def main(arguments: list[str]) -> int:
         print("nvrx-sre: this module is started by the launcher; use `nvrx-sre launch`", file=sys.stderr)
         return ExitCode.USAGE
     bind_to_parent(settings.launcher_pid)
+    survive_a_full_disk()
     keep_freed_memory()
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)

@@ -70,10 +70,13 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def test_c09_a_full_disk_keeps_what_there_is_and_is_tried_again(start: Start, ranks: Ranks, tmp_path: Path) -> None:
-    """ENOSPC of a small tmpfs: reason `no_space`, no attempt left, both older commits kept, whole again with room."""
+    """ENOSPC of a small tmpfs: reason `no_space`, no attempt left, both older commits kept, whole again with room.
+
+    The writer's own log is on a full disk as well.
+    """
     root = discover.checkpoints_path(tmp_path)
     root.mkdir()
-    writer = start(*ranks.slots, prefix=mounted(f"mount -t tmpfs -o size=200k none {root}"))
+    writer = start(*ranks.slots, prefix=mounted(f"mount -t tmpfs -o size=200k none {root} && exec 2>/dev/full"))
     run_dir = seen_by(writer, tmp_path)
     for step in (1, 2):
         ranks.capture(step, step % 3)
