@@ -58,6 +58,8 @@ class Site:
                 child.send_signal(signal.SIGCONT)
                 child.kill()
                 child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
         self.stack.stop()
 
     def _follow(self) -> None:
