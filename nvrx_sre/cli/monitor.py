@@ -21,7 +21,6 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import click
-import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -67,7 +66,8 @@ class Endpoint:
 
     def is_live(self) -> bool:
         """Whether its launcher still runs, as far as this machine can know."""
-        return not is_loopback(urlsplit(self.url).hostname or "") or psutil.pid_exists(self.pid)
+        is_here = is_loopback(urlsplit(self.url).hostname or "")
+        return not is_here or RunDirectory(self.directory).live_launcher() == self.pid
 
 
 class Watched:

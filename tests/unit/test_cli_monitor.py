@@ -15,13 +15,17 @@ from rich.console import Console
 
 from nvrx_sre.cli.main import main
 from nvrx_sre.cli.monitor import Endpoint, Shown, View, Watched, alert_table, changes, read_endpoint, shown_alerts
+from nvrx_sre.core import processes
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeTarget
 
 
-def serve(directory: Path, pid: int, port: int = 9400, host: str = "127.0.0.1") -> Path:
-    """A run directory whose launcher says where it serves."""
-    directory.mkdir(parents=True, exist_ok=True)
+def serve(directory: Path, pid: int, port: int = 9400, host: str = "127.0.0.1", ticks: int | None = None) -> Path:
+    """A run directory whose launcher holds the first epoch and says where it serves."""
+    (directory / "epochs").mkdir(parents=True, exist_ok=True)
+    began = processes.start_ticks(pid) if ticks is None else ticks
+    holder = {"node": "n", "pid": pid, "start_ticks": began, "boot_id": processes.boot_id()}
+    (directory / "epochs" / "00000001.json").write_text(json.dumps(holder))
     where = {"url": f"http://{host}:{port}/metrics", "pid": pid, "run": directory.name}
     (directory / "metrics.json").write_text(json.dumps(where))
     return directory
@@ -75,6 +79,12 @@ def test_what_was_dead_before_never_appears(tmp_path: Path, dead_pid: int) -> No
     assert urls(Watched([], tmp_path)) == []
 
 
+def test_a_process_id_that_somebody_else_has_now_is_no_launcher(tmp_path: Path) -> None:
+    """In a container the same few numbers come again: the process must have begun when the launcher did."""
+    serve(tmp_path / "a", os.getpid(), ticks=processes.start_ticks(os.getpid()) - 1)
+    assert urls(Watched([], tmp_path)) == []
+
+
 def test_addresses_and_labels(tmp_path: Path) -> None:
     """An endpoint on all addresses is scraped on loopback; damage is none; the namespace is the parent's name."""
     directory = serve(tmp_path / "site" / "a", os.getpid(), 1, "0.0.0.0")
@@ -97,7 +107,7 @@ def test_an_endpoint_that_is_locked_is_said_to_be_not_scraped(
 ) -> None:
     """Neither asked in vain nor passed over in silence; an open one is scraped."""
     where = {"url": f"{scheme}://127.0.0.1:1/metrics", "pid": os.getpid(), "run": "a", "password": password}
-    (tmp_path / "metrics.json").write_text(json.dumps(where))
+    (serve(tmp_path, os.getpid()) / "metrics.json").write_text(json.dumps(where))
     endpoint = read_endpoint(tmp_path)
     assert endpoint is not None
     assert why in endpoint.unscraped_because
