@@ -28,6 +28,7 @@ from nvrx_sre.checkpoint.agree import Fence, is_abandoned
 from nvrx_sre.checkpoint.manifest import Manifest
 from nvrx_sre.core.atomic import fsync_directory, make_private_directory, write_json_atomically
 from nvrx_sre.core.errors import CheckpointCorrupt, StorageError
+from nvrx_sre.core.identity import RUN_FILE
 
 CHECKPOINTS = "checkpoints"
 REJECTED = "rejected"
@@ -257,7 +258,7 @@ def _age(found: Found) -> tuple[int, int]:
 
 def _recorded_run(run_dir: Path) -> str | None:
     try:
-        value = _read_json(run_dir / "run.json", {})
+        value = _read_json(run_dir / RUN_FILE, {})
     except ValueError:
         return None
     name = value.get("run") if isinstance(value, dict) else None

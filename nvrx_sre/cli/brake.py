@@ -14,11 +14,14 @@ from pathlib import Path
 
 import click
 
+from nvrx_sre.cli.pairs import pairs_of
 from nvrx_sre.cli.serving import stop_signals
 from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import SystemClock
-from nvrx_sre.core.errors import ExitCode, StorageError, UsageError, UserError
+from nvrx_sre.core.errors import ExitCode, StorageError, UsageError
+from nvrx_sre.core.identity import RUN_FILE, recorded_run
 from nvrx_sre.core.tls import server_context
+from nvrx_sre.events.schema import HaltReason
 from nvrx_sre.launcher.braking import read_consent
 from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.monitoring.brake import Brake, BrakedRun, BrakePolicy
@@ -38,11 +41,10 @@ class DirectoryStore:
         self._stamp = root / STAMP_FILE
 
     def find(self, run: str) -> Sequence[BrakedRun]:
-        """Run directories whose run.json names `run`."""
+        """Run directories whose identity names `run`."""
         found = []
-        for identity in sorted(self._root.glob("*/run.json")):
-            value = read_json(identity)
-            if isinstance(value, dict) and value.get("run") == run:
+        for identity in sorted(self._root.glob(f"*/{RUN_FILE}")):
+            if recorded_run(identity.parent) == run:
                 found.append(self._braked(run, identity.parent))
         return found
 
@@ -71,8 +73,8 @@ class DirectoryStore:
         write_json_atomically(self._stamp, {"halted_ns": now_ns})
 
     def request_halt(self, run: BrakedRun, reason: str) -> None:
-        """What `nvrx-sre halt` writes."""
-        write_json_atomically(RunDirectory(Path(run.directory)).halt, {"reason": reason, "by": "brake"})
+        """As `nvrx-sre halt` does."""
+        RunDirectory(Path(run.directory)).request_halt(reason, HaltReason.BRAKE)
 
 
 @click.command("brake")
@@ -99,7 +101,7 @@ def command(
 
     Nothing is halted by the rules as they are shipped: none of them carries the label.
     """
-    policy = BrakePolicy(alerts=frozenset(alerts), labels=dict(map(_label, labels)))
+    policy = BrakePolicy(alerts=frozenset(alerts), labels=pairs_of("--label", labels))
     host, port = address(listen)
     config = BrakeConfig(
         host=host,
@@ -134,13 +136,6 @@ def address(text: str) -> tuple[str, int]:
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65_535:
         raise UsageError(f"--listen {text!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
-
-
-def _label(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name or not value:
-        raise UserError(f"--label {text!r} is not NAME=VALUE")
-    return name, value
 
 
 def _path(value: object) -> Path | None:

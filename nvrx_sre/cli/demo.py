@@ -18,6 +18,7 @@ from nvrx_sre.cli.run_options import RunOptions
 from nvrx_sre.cli.running import run_and_report
 from nvrx_sre.cli.train import training_run
 from nvrx_sre.core.errors import NvrxError, UserError
+from nvrx_sre.core.identity import RUN_FILE
 from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, AlertReport, MonitoringStack, ScrapeTarget, StackConfig, find_tools
 from nvrx_sre.trainer.config import TrainerConfig
@@ -75,7 +76,7 @@ def remove_earlier(run_dir: Path) -> None:
     """Remove an earlier demo's run directory. Raises `UserError` rather than remove anything else."""
     if not run_dir.exists():
         return
-    if run_dir.is_symlink() or not (run_dir / "run.json").is_file():
+    if run_dir.is_symlink() or not (run_dir / RUN_FILE).is_file():
         raise UserError(f"{run_dir} exists and is no run directory: choose another --run-dir")
     shutil.rmtree(run_dir)
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import click
 
-from nvrx_sre.cli.halt import existing_run
-from nvrx_sre.cli.narrate import narrate
+from nvrx_sre.cli.halt import existing_journal
+from nvrx_sre.cli.narrate import narrate, rank_text
 from nvrx_sre.cli.serving import stop_signals
 from nvrx_sre.core.clock import SystemClock, seconds
-from nvrx_sre.core.errors import ExitCode, UsageError, UserError
+from nvrx_sre.core.errors import ExitCode, UsageError
 from nvrx_sre.events.codec import to_dict
-from nvrx_sre.events.journal import JournalReader
+from nvrx_sre.events.journal import JournalReader, read_journal
 from nvrx_sre.events.journal_tail import JournalTail
 from nvrx_sre.events.schema import EVENT_TYPES, LauncherStopped, Record
 from nvrx_sre.events.snapshot import fits
@@ -110,10 +110,10 @@ def _print_replay(value: dict[str, Any]) -> None:
     click.echo(f"wall {value['wall_s']:.1f} s: {shares}")
     click.echo("goodput  " + "  ".join(f"{kind} {ratio:.1%}" for kind, ratio in value["goodput"].items()))
     for row in value["incidents"]:
-        rank = "unknown rank" if row["rank"] is None else f"rank {row['rank']}"
         click.echo(
-            f"incident {row['incident']}: {row['fault']} on {rank} at step {row['step']}, {row['verdict']}, "
-            f"{row['attempts']} attempts, rolled back {row['rollback_steps']} steps, trace {row['trace_id']}"
+            f"incident {row['incident']}: {row['fault']} on {rank_text(row['rank'])} at step {row['step']}, "
+            f"{row['verdict']}, {row['attempts']} attempts, "
+            f"rolled back {row['rollback_steps']} steps, trace {row['trace_id']}"
         )
     for name, count in value["counters"].items():
         if count and "_bucket{" not in name:
@@ -150,17 +150,15 @@ def command(
     run_dir: Path, follow: bool, kinds: tuple[str, ...], ranks: tuple[int, ...], as_json: bool, replay: bool
 ) -> int:
     """Show what happened in a run, or fold it again."""
-    run, name = existing_run(run_dir)
+    journal, name = existing_journal(run_dir)
     if replay and (follow or kinds or ranks):
         raise UsageError("--replay folds the whole journal: leave --follow, --kind and --rank out")
-    if not run.journal.is_dir():
-        raise UserError(f"{run_dir} has no journal yet: no launcher has started there")
     if replay:
-        value = replayed(run.journal, name)
+        value = replayed(journal, name)
         click.echo(json.dumps(value, indent=2)) if as_json else _print_replay(value)
         return ExitCode.FINISHED
     wanted = Filter(kinds, ranks)
-    records = _followed(run.journal) if follow else iter(JournalReader(run.journal))
+    records = _followed(journal) if follow else read_journal(journal)
     for record in filter(wanted.passes, records):
         click.echo(json.dumps(to_dict(record)) if as_json else line_of(record))
     return ExitCode.FINISHED

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from nvrx_sre.cli.pairs import pairs_of
 from nvrx_sre.core.errors import ExitCode, UserError
 from nvrx_sre.monitoring import assets, generate
 from nvrx_sre.monitoring.generate import Format
@@ -68,17 +69,10 @@ def site_values(path: Path | None, runbook_base_url: str | None, group_labels: s
 
 def manifest_options(style: Format, cluster: str, labels: tuple[str, ...]) -> ManifestOptions:
     """Options of the operator's manifests. Raises `UserError` for what does not fit, or would be ignored."""
-    options = ManifestOptions(cluster=cluster, labels=dict(map(_label, labels)))
+    options = ManifestOptions(cluster=cluster, labels=pairs_of("--manifest-label", labels))
     if style is not Format.OPERATOR and options != ManifestOptions():
         raise UserError(f"--cluster and --manifest-label belong to --format {Format.OPERATOR}, not to {style}")
     return options
-
-
-def _label(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name or not value:
-        raise UserError(f"--manifest-label {text!r} is not NAME=VALUE")
-    return name, value
 
 
 def _check(root: Path, files: dict[str, str]) -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import click
 
-from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.errors import UserError
+from nvrx_sre.core.identity import RUN_FILE, recorded_run
+from nvrx_sre.events.schema import HaltReason
 from nvrx_sre.launcher.reset import reset_budgets
-from nvrx_sre.launcher.rundir import RunDirectory, read_json
+from nvrx_sre.launcher.rundir import RunDirectory
 
 _RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path), metavar="RUN_DIR")
 _REASON = click.option("--reason", required=True, metavar="TEXT", help="Why; it is recorded.")
@@ -25,7 +26,7 @@ _REASON = click.option("--reason", required=True, metavar="TEXT", help="Why; it 
 def halt(run_dir: Path, reason: str) -> int:
     """Ask a run to save its state, stop, and stay stopped (exit 93)."""
     directory, name = existing_run(run_dir)
-    write_json_atomically(directory.halt, {"reason": reason})
+    directory.request_halt(reason, HaltReason.OPERATOR)
     click.echo(f"halt of run {name} requested")
     return 0
 
@@ -44,7 +45,15 @@ def resume(run_dir: Path, reason: str) -> int:
 def existing_run(run_dir: Path) -> tuple[RunDirectory, str]:
     """Run directory and run name. Raises `UserError` if `run_dir` is no run directory."""
     directory = RunDirectory(run_dir.absolute())
-    identity = read_json(run_dir / "run.json")
-    if not isinstance(identity, dict) or not isinstance(identity.get("run"), str):
-        raise UserError(f"{run_dir} is not a run directory (it has no run.json that says which run)")
-    return directory, identity["run"]
+    run = recorded_run(run_dir)
+    if run is None:
+        raise UserError(f"{run_dir} is not a run directory (it has no {RUN_FILE} that says which run)")
+    return directory, run
+
+
+def existing_journal(run_dir: Path) -> tuple[Path, str]:
+    """Journal and run name. Raises `UserError` if `run_dir` is no run directory, or no launcher has started there."""
+    directory, run = existing_run(run_dir)
+    if not directory.journal.is_dir():
+        raise UserError(f"{run_dir} has no journal yet: no launcher has started there")
+    return directory.journal, run

@@ -14,7 +14,7 @@ from pathlib import Path
 from nvrx_sre.core.errors import RunDirectoryBusy
 from nvrx_sre.events.journal import read_journal
 from nvrx_sre.events.schema import GenerationFormed, LauncherStopped, RunFinished, StepsCommitted
-from nvrx_sre.launcher.rundir import RunDirectory, read_json
+from nvrx_sre.launcher.rundir import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,7 @@ def check_unowned(run_dir: Path) -> None:
         )
     directory = RunDirectory(run_dir)
     epoch = directory.newest_epoch()
-    holder = read_json(directory.epochs / f"{epoch:08d}.json")
-    node = holder.get("node") if isinstance(holder, dict) else None
+    node = directory.newest_holder().get("node")
     if node in (None, socket.gethostname()) or _has_stopped(directory, epoch):
         return
     raise RunDirectoryBusy(

@@ -20,7 +20,7 @@ import click
 from rich.table import Table
 
 from nvrx_sre.cli import config_file
-from nvrx_sre.cli.halt import existing_run
+from nvrx_sre.cli.halt import existing_journal
 from nvrx_sre.cli.narrate import duration_text
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.core.clock import seconds
@@ -230,7 +230,8 @@ def _other(record: Record) -> Row:
         left = {schema.Cap.PREEMPTION.value: event.limit - event.attempts} if event.limit else {}
         reason = "interrupted by a person" if event.by_person else f"signal {event.signal}"
     elif isinstance(event, schema.HaltRequested):
-        name, action, reason, exit_code = f"halt by {event.by}", Action.STOP.value, event.reason, 93
+        name, action, reason = f"halt by {event.by}", Action.STOP.value, event.reason
+        exit_code = ExitCode.DO_NOT_RESTART
     else:
         assert isinstance(event, schema.BudgetReset)
         name, action, layer, reason = RESUME, "refill", "", event.reason
@@ -320,7 +321,5 @@ def _world(nproc: int, min_world_size: int | None, world_multiple: int) -> World
 
 
 def _records(place: Path) -> Iterator[Record]:
-    run, _ = existing_run(place)
-    if not run.journal.is_dir():
-        raise UserError(f"{place} has no journal yet: no launcher has started there")
-    return read_journal(run.journal)
+    journal, _ = existing_journal(place)
+    return read_journal(journal)

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from nvrx_sre.cli.narrate import duration_text
+from nvrx_sre.cli.narrate import duration_text, rank_text
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.cli.run_options import DEFAULT_RUNS
 from nvrx_sre.core.clock import SystemClock, seconds
@@ -52,9 +52,7 @@ def read_rows(root: Path) -> tuple[list[RunRow], dict[Path, str]]:
 
 def _row(item: FollowedRun, now_ns: int) -> RunRow:
     directory = RunDirectory(item.directory)
-    epoch = directory.newest_epoch()
-    holder = read_json(directory.epochs / f"{epoch:08d}.json")
-    holder = holder if isinstance(holder, dict) else {}
+    holder = directory.newest_holder()
     metrics = read_json(directory.metrics)
     incident = item.views.tracker.open
     return RunRow(
@@ -63,17 +61,13 @@ def _row(item: FollowedRun, now_ns: int) -> RunRow:
         launcher=_launcher(item, directory, str(holder.get("node", ""))),
         host=str(holder.get("node", "")),
         pid=holder.get("pid"),
-        epoch=epoch,
+        epoch=directory.newest_epoch(),
         step=item.views.ledger.high_water,
-        open_incident="" if incident is None else f"{incident.fault} on {_rank(incident.rank)}: {incident.verdict}",
+        open_incident="" if incident is None else f"{incident.fault} on {rank_text(incident.rank)}: {incident.verdict}",
         last_record_age_s=max(0.0, seconds(now_ns - item.last_ns)),
         directory=str(item.directory),
         metrics_url=str(metrics.get("url", "")) if isinstance(metrics, dict) else "",
     )
-
-
-def _rank(rank: int | None) -> str:
-    return "an unknown rank" if rank is None else f"rank {rank}"
 
 
 def _launcher(item: FollowedRun, directory: RunDirectory, node: str) -> str:

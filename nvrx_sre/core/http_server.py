@@ -111,6 +111,14 @@ class BoundedServer(ThreadingHTTPServer):
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
+def body_bytes(headers: Any) -> int | None:
+    """Content-Length if it is a plain number and nothing else says how long the body is."""
+    text = headers.get("Content-Length", "")
+    if headers.get("Transfer-Encoding") is not None or not (text.isascii() and text.isdigit()):
+        return None
+    return int(text) if len(text) < 16 else None
+
+
 class ServerThread:
     """Runs a `BoundedServer` on a thread of its own, which sleeps until somebody comes. `start` once."""
 

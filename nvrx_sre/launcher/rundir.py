@@ -21,6 +21,8 @@ from nvrx_sre.checkpoint import discover
 from nvrx_sre.core import processes
 from nvrx_sre.core.atomic import create_exclusively, make_private_directory, write_json_atomically
 from nvrx_sre.core.errors import RunDirectoryBusy, StorageError, Superseded, UserError
+from nvrx_sre.core.identity import RUN_FILE
+from nvrx_sre.events.schema import HaltReason
 
 MAX_EPOCH_TRIES = 100
 
@@ -53,7 +55,7 @@ class RunDirectory:
         self.metrics = path / "metrics.json"
         self.summary = path / "summary.json"
         self.halt = path / "halt.json"
-        self._identity = path / "run.json"
+        self._identity = path / RUN_FILE
         self._children = path / "children.json"
 
     def prepare(self, run: str, items: Mapping[str, str]) -> bool:
@@ -129,6 +131,24 @@ class RunDirectory:
     def live_launcher(self) -> int | None:
         """Process of this host that holds the newest epoch and still runs, None if there is none."""
         return self._live_holder(self.newest_epoch())
+
+    def newest_holder(self) -> dict[str, Any]:
+        """What the newest epoch says of the launcher that took it (node, pid, ...); empty if there is none."""
+        value = read_json(self._epoch_path(self.newest_epoch()))
+        return value if isinstance(value, dict) else {}
+
+    def request_halt(self, reason: str, by: HaltReason) -> None:
+        """Ask the run's launcher to save, to stop, and to stay stopped. Raises `StorageError`."""
+        write_json_atomically(self.halt, {"reason": reason, "by": by.value})
+
+    def halt_request(self) -> tuple[str, HaltReason] | None:
+        """Why a halt was asked for and by whom, None if it was not. A file that cannot be read asks for one as well."""
+        if not self.halt.exists():
+            return None
+        value = read_json(self.halt)
+        value = value if isinstance(value, dict) else {"reason": "unreadable halt request"}
+        by = HaltReason.BRAKE if value.get("by") == HaltReason.BRAKE else HaltReason.OPERATOR
+        return str(value.get("reason", "")), by
 
     def _epoch_path(self, number: int) -> Path:
         return self.epochs / f"{number:08d}.json"

@@ -22,7 +22,6 @@ from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import (
     DecisionUnrecorded,
     Event,
-    HaltReason,
     Record,
     RestartDecided,
     Role,
@@ -36,7 +35,7 @@ from nvrx_sre.launcher.machine import Machine
 from nvrx_sre.launcher.oom import OomCounter
 from nvrx_sre.launcher.past import LauncherFolds
 from nvrx_sre.launcher.process import Child
-from nvrx_sre.launcher.rundir import RunDirectory, read_json
+from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.signals import SignalPipe
 from nvrx_sre.telemetry.hub import Telemetry
 from nvrx_sre.telemetry.node_board import RankReading
@@ -360,9 +359,7 @@ class Shell:
         self._recorder.note_channel(self.effects.num_unsent, self._num_bad_packets)
         self._recorder.note_degradation(self._machine.generation)
         self._tell_ranks()
-        if not self._halt_told and self._directory.halt.exists():
+        request = None if self._halt_told else self._directory.halt_request()
+        if request is not None:
             self._halt_told = True
-            value = read_json(self._directory.halt)
-            value = value if isinstance(value, dict) else {"reason": "unreadable halt request"}
-            by = HaltReason.BRAKE if value.get("by") == HaltReason.BRAKE else HaltReason.OPERATOR
-            self._inputs.append(c.HaltSeen(reason=str(value.get("reason", "")), by=by))
+            self._inputs.append(c.HaltSeen(reason=request[0], by=request[1]))

@@ -130,7 +130,7 @@ class BrakeServer:
             return Answer(status=401, outcome=RequestOutcome.UNAUTHORIZED)
         if headers.get_content_type() != "application/json":
             return Answer(status=415, outcome=RequestOutcome.NOT_JSON, detail="use application/json")
-        length = body_bytes(headers)
+        length = http_server.body_bytes(headers)
         if length is None:
             return Answer(status=411, outcome=RequestOutcome.NO_LENGTH)
         if length > BODY_BYTES_MAX:
@@ -160,14 +160,6 @@ class BrakeServer:
         self._say(f"a request failed: {message}")
 
 
-def body_bytes(headers: Any) -> int | None:
-    """Content-Length if it is a plain number and nothing else says how long the body is."""
-    text = headers.get("Content-Length", "")
-    if headers.get("Transfer-Encoding") is not None or not (text.isascii() and text.isdigit()):
-        return None
-    return int(text) if len(text) < 16 else None
-
-
 def _handler_for(server: BrakeServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version = "nvrx-sre"
@@ -175,7 +167,7 @@ def _handler_for(server: BrakeServer) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:  # the name is http.server's
             answer = server.refusal(self.headers)
-            length = body_bytes(self.headers) or 0
+            length = http_server.body_bytes(self.headers) or 0
             if answer is not None:
                 self.rfile.read(min(length, DISCARD_BYTES_MAX))
                 self.reply(answer)

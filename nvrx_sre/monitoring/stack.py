@@ -28,7 +28,7 @@ import psutil
 import yaml
 
 from nvrx_sre.core.atomic import write_json_atomically
-from nvrx_sre.core.clock import Clock, SystemClock, seconds
+from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.monitoring import assets, query
 from nvrx_sre.monitoring.alertmanager import Timing, alertmanager_config
@@ -215,7 +215,7 @@ class MonitoringStack:
 
         Raises `InternalError` if a server dies meanwhile.
         """
-        deadline_ns = self._clock.monotonic_ns() + round(timeout_s * 1e9)
+        deadline_ns = self._clock.monotonic_ns() + to_ns(timeout_s)
         while not condition():
             if self._clock.monotonic_ns() >= deadline_ns:
                 return False

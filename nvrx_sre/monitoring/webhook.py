@@ -132,7 +132,7 @@ class WebhookReceiver:
 def _handler_for(receiver: WebhookReceiver) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # the name is http.server's
-            length = int(self.headers.get("Content-Length") or 0)
+            length = http_server.body_bytes(self.headers) or 0
             if not 0 < length <= BODY_BYTES_MAX:
                 self.send_error(413)
                 return

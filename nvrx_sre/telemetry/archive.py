@@ -9,7 +9,6 @@ launcher.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from nvrx_sre.core.clock import Clock, to_ns
 from nvrx_sre.core.errors import UserError
+from nvrx_sre.core.identity import RUN_FILE, recorded_run
 from nvrx_sre.events.journal_tail import JournalTail
 from nvrx_sre.events.snapshot import fits
 from nvrx_sre.goodput.verdict import RunState
@@ -29,16 +29,6 @@ from nvrx_sre.telemetry.metrics import MetricSources, family_of
 
 KEEP_S = 24 * 3600.0
 """A run is shown until its last record is this old: long enough for the morning after."""
-
-
-def run_name(directory: Path) -> str | None:
-    """Name of the run whose directory this is, None if it is none."""
-    try:
-        value = json.loads((directory / "run.json").read_text())
-    except (OSError, ValueError):
-        return None
-    name = value.get("run") if isinstance(value, dict) else None
-    return name if isinstance(name, str) else None
 
 
 class FollowedRun:
@@ -91,7 +81,7 @@ class RunShelf(Collector):
         self.unreadable = {}
         with self._lock:
             known = dict(self._runs)
-        for path in sorted(item.parent for item in self._root.glob("*/run.json")):
+        for path in sorted(item.parent for item in self._root.glob(f"*/{RUN_FILE}")):
             self._read(known, path)
         horizon_ns = self._clock.wall_ns() - to_ns(self._keep_s)
         shown = {path: item for path, item in known.items() if item.last_ns > max(0, horizon_ns)}
@@ -100,7 +90,7 @@ class RunShelf(Collector):
             return list(self._runs.values())
 
     def _read(self, known: dict[Path, FollowedRun], path: Path) -> None:
-        name = run_name(path)
+        name = recorded_run(path)
         try:
             if name is not None and path not in known:
                 known[path] = FollowedRun(name, path, self._clock)

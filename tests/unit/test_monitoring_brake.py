@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ from nvrx_sre.cli.brake import STAMP_FILE, DirectoryStore, address
 from nvrx_sre.cli.main import main
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import StorageError, UsageError, UserError
+from nvrx_sre.events.schema import HaltReason
 from nvrx_sre.launcher.braking import BrakeConsent, read_consent, write_consent
 from nvrx_sre.launcher.reset import reset_budgets
 from nvrx_sre.launcher.rundir import RunDirectory
@@ -199,7 +199,9 @@ def test_a_halt_is_what_the_launcher_reads_and_a_resume_lifts_it(tmp_path: Path)
     directory = run_directory(tmp_path, "a", "demo", BrakeConsent(is_allowed=True, since_ns=to_ns(NOW_S - 3600)))
     brake = Brake(BrakePolicy(alerts=POLICY.alerts), DirectoryStore(tmp_path), ManualClock(wall_offset_ns=to_ns(NOW_S)))
     assert brake.handle([alert()])[0].outcome is Outcome.HALTED
-    assert json.loads(directory.halt.read_text())["reason"].startswith("brake: NvrxCrashLooping")
+    request = directory.halt_request()
+    assert request is not None
+    assert request[0].startswith("brake: NvrxCrashLooping") and request[1] is HaltReason.BRAKE
     assert brake.handle([alert()])[0].outcome is Outcome.ALREADY_HALTED
     reset_budgets(directory, "demo", "fixed")
     assert not directory.halt.exists()
