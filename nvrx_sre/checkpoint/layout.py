@@ -70,7 +70,7 @@ class Layout:
     @cached_property
     def json(self) -> str:
         """Canonical JSON: what is hashed and what the blob area holds."""
-        return _canonical([asdict(item) for item in self.items])
+        return canonical_json([asdict(item) for item in self.items])
 
     @cached_property
     def hash(self) -> str:
@@ -84,10 +84,11 @@ class Layout:
 
 def canonical_hash(value: Any) -> str:
     """`Layout.hash` of the layout whose parsed JSON is `value`, without making the layout."""
-    return hashlib.sha256(_canonical(value).encode()).hexdigest()
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
-def _canonical(value: Any) -> str:
+def canonical_json(value: Any) -> str:
+    """The one text of a JSON value, so that equal values have equal checksums."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import xxhash
 
+from nvrx_sre.checkpoint.layout import canonical_json
 from nvrx_sre.core.atomic import write_bytes_atomically
 from nvrx_sre.core.errors import CheckpointCorrupt
 from nvrx_sre.events.schema import RejectReason
@@ -209,13 +210,9 @@ def drop_cached_pages(directory: Path, names: Sequence[str]) -> None:
 
 def _render(manifest: Manifest) -> bytes:
     body = {"schema": SCHEMA_VERSION, **asdict(manifest)}
-    text = _canonical(body)
+    text = canonical_json(body)
     body["checksum"] = xxhash.xxh3_128(text.encode()).hexdigest()
-    return _canonical(body).encode() + b"\n"
-
-
-def _canonical(value: dict[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return canonical_json(body).encode() + b"\n"
 
 
 def _parse(directory: Path, content: bytes) -> Manifest:

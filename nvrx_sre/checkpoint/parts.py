@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 
 from nvrx_sre.checkpoint.commit import SaveRefused
+from nvrx_sre.checkpoint.layout import canonical_json
 from nvrx_sre.core.atomic import PRIVATE_DIRECTORY_MODE, write_bytes_atomically
 from nvrx_sre.core.clock import SystemClock, to_ns
 from nvrx_sre.events.schema import SaveFailure
@@ -80,7 +81,7 @@ class Exchange:
 
     def put(self, kind: str, body: dict[str, Any]) -> None:
         """Show this writer's record to the others. Raises `StorageError`."""
-        text = _canonical({"attempt": self._share.attempt, **body})
+        text = canonical_json({"attempt": self._share.attempt, **body})
         record = {"checksum": xxhash.xxh3_128_hexdigest(text.encode()), "body": text}
         write_bytes_atomically(self._path(kind, self._share.part), json.dumps(record).encode())
         self._has_joined = True
@@ -126,7 +127,3 @@ class Exchange:
 
 def _given_up(message: str) -> SaveRefused:
     return SaveRefused(message, reason=SaveFailure.INTERRUPTED)
-
-
-def _canonical(value: dict[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -22,7 +22,7 @@ def get_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
-        "torch": _text(torch.get_rng_state().numpy().tobytes()),
+        "torch": state_text(torch.get_rng_state()),
         "python": {"version": version, "words": _text(array.array("I", words).tobytes()), "gauss": _hex(gauss)},
         "numpy": {
             "kind": kind,
@@ -33,13 +33,13 @@ def get_state() -> dict[str, Any]:
         },
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has none
-        state["cuda"] = _text(torch.cuda.get_rng_state().numpy().tobytes())
+        state["cuda"] = state_text(torch.cuda.get_rng_state())
     return state
 
 
 def set_state(state: dict[str, Any]) -> None:
     """Inverse of `get_state`. Raises `KeyError` or `ValueError` for anything else."""
-    torch.set_rng_state(_tensor(state["torch"]))
+    torch.set_rng_state(state_of(state["torch"]))
     python = state["python"]
     words = array.array("I", base64.b64decode(python["words"]))
     gauss = None if python["gauss"] is None else float.fromhex(python["gauss"])
@@ -48,7 +48,7 @@ def set_state(state: dict[str, Any]) -> None:
     keys = np.frombuffer(base64.b64decode(numpy["keys"]), dtype="<u4").astype(np.uint32)
     np.random.set_state((numpy["kind"], keys, numpy["position"], numpy["has_gauss"], float.fromhex(numpy["cached"])))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+        torch.cuda.set_rng_state(state_of(state["cuda"]))
 
 
 def set_derived_state(state: dict[str, Any], rank: int) -> None:
@@ -68,7 +68,13 @@ def seed_from(text: str) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def _tensor(text: str) -> torch.Tensor:
+def state_text(state: torch.Tensor) -> str:
+    """State of one of torch's generators as text."""
+    return _text(state.numpy().tobytes())
+
+
+def state_of(text: str) -> torch.Tensor:
+    """Inverse of `state_text`."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 

@@ -11,7 +11,6 @@ Thread safety: main thread. Must not: load data, draw numbers that a loader woul
 
 from __future__ import annotations
 
-import base64
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -80,7 +79,7 @@ class Position:
         self.iteration = None
         self._saved = state
         if self._generator is not None and state["generator"] is not None:
-            self._generator.set_state(_generator_state(state["generator"]))
+            self._generator.set_state(rng.state_of(state["generator"]))
 
     def start(self, name: str, epoch: int | None) -> Iteration:
         """Begin an iteration: a new one, or the one that was loaded, which may have no batch left.
@@ -129,7 +128,7 @@ class Position:
         kept = rng.get_state()
         rng.set_state(current.drawn["global"])
         if self._generator is not None and current.drawn["generator"] is not None:
-            self._generator.set_state(_generator_state(current.drawn["generator"]))
+            self._generator.set_state(rng.state_of(current.drawn["generator"]))
         return lambda: rng.set_state(kept)
 
 
@@ -201,8 +200,4 @@ def _count(entry: Any) -> int:
 
 
 def _generator_text(generator: torch.Generator | None) -> str | None:
-    return None if generator is None else base64.b64encode(generator.get_state().numpy().tobytes()).decode()
-
-
-def _generator_state(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    return None if generator is None else rng.state_text(generator.get_state())
