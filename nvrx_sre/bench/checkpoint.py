@@ -378,7 +378,8 @@ def absent_peer() -> Row:
     except importlib.metadata.PackageNotFoundError:
         reason = "is not installed"
     else:
-        done = subprocess.run([sys.executable, "-c", _PEER_PROBE], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", _PEER_PROBE]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PEER_PROBE_TIMEOUT_S)
         said = done.stdout if done.returncode == 0 else "".join(done.stderr.splitlines()[-1:])
         reason = f"{version}: {said.strip() or 'gave no reason'}"
     return Row(
@@ -395,6 +396,8 @@ def absent_peer() -> Row:
     )
 
 
+PEER_PROBE_TIMEOUT_S = 300.0
+"""Longest life of the probe (seconds)."""
 _PEER_PROBE = """
 import pathlib, tempfile
 import torch

@@ -37,6 +37,8 @@ CONTESTANT = "nvrx-sre"
 EVENTS_PER_S_MIN = 50_000
 SCRAPE_MAX_MS = 10.0
 EXIT_MAX_S = 2.0
+EXIT_TIMEOUT_S = 120.0
+"""Longest life of a process whose exit is measured (seconds)."""
 NUM_SCRAPED_RANKS = 64
 FEW_FAULTS, MANY_FAULTS = 5, 500
 NUM_WARM_UP_SAMPLES = 2
@@ -196,7 +198,7 @@ def _exit_s(run_dir: Path, endpoint: str = "") -> float:
     """Seconds from the end of recording until the process has ended."""
     run_dir.mkdir(parents=True)
     command = [sys.executable, "-m", "nvrx_sre.bench.telemetry_launcher", str(run_dir), endpoint]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=EXIT_TIMEOUT_S)
     return seconds(SystemClock().monotonic_ns() - int(ended.stdout))
 
 
