@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from nvrx_sre.events.schema import FaultClass
+from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.monitoring import query
 from tests.integration import launched
 from tests.live.live_site import HERE
@@ -40,11 +40,10 @@ def halted_run(root: Path) -> LiveRun:
     run = LiveRun("demo", story=PolicyStory())
     run.at_s = run.train()
     run.tell()
-    directory = root / "demo"
-    directory.mkdir(parents=True)
-    (directory / "run.json").write_text(json.dumps({"run": "demo", "config": {}}))
-    where = {"url": run.server.url, "pid": os.getpid(), "run": "demo"}
-    (directory / "metrics.json").write_text(json.dumps(where))
+    directory = RunDirectory(root / "demo")
+    directory.prepare("demo", {})
+    where = {"url": run.server.url, "pid": directory.take_epoch().pid, "run": "demo"}
+    directory.metrics.write_text(json.dumps(where))
     return run
 
 
