@@ -17,35 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from nvrx_sre.checkpoint import discover, manifest
-from nvrx_sre.checkpoint.capture import Capturer
-from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import SaveFailure
+from tests.chaos.writer_ranks import Ranks
 from tests.checkpoint_directories import commit
 from tests.integration.writer_process import LIMIT_S, ROOT, WriterProcess
 
 pytestmark = pytest.mark.processes
-
-
-class Ranks:
-    """Two ranks' slots with a small replicated model whose buffer differs by rank."""
-
-    def __init__(self) -> None:
-        self.models = [nn.BatchNorm1d(64) for _ in range(2)]
-        for rank, model in enumerate(self.models):
-            assert model.running_mean is not None
-            model.running_mean += rank
-        self.capturers = [Capturer({"model": model}) for model in self.models]
-        self.slots = [SlotFile.create(1 << 14, 1 << 16, name="nvrx-test") for _ in range(2)]
-
-    def capture(self, step: int, slot: int, generation: int = 1) -> None:
-        """Seal `step` on both ranks."""
-        for capturer, slots in zip(self.capturers, self.slots, strict=True):
-            capturer.capture(slots, slot, generation=generation, step=step, durable=True, now_mono_ns=1)
 
 
 @pytest.fixture
@@ -53,8 +34,7 @@ def ranks() -> Iterator[Ranks]:
     """Slots that are closed again."""
     made = Ranks()
     yield made
-    for slots in made.slots:
-        slots.close()
+    made.close()
 
 
 Start = Callable[..., WriterProcess]
@@ -165,8 +145,7 @@ def test_a_blocked_run_directory_fails_the_save(start: Start, ranks: Ranks, tmp_
 
 def test_a_state_that_is_not_finite_is_refused(start: Start, ranks: Ranks, tmp_path: Path) -> None:
     """Reason `nonfinite`, tensor and rank named, nothing written."""
-    with torch.no_grad():
-        ranks.models[1].weight[5] = float("nan")
+    ranks.poison()
     ranks.capture(1, 0)
     writer = start()
     said = writer.save(1, [0, 0])
