@@ -116,12 +116,12 @@ def _run_epoch(
         recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
         telemetry.sync(config.limits.telemetry.exporter_timeout_s)
         summary = telemetry.summary(clock.wall_ns())
-        _write_summary(config, directory, summary)
+        unwritten = _write_summary(config, directory, summary)
         if config.linger and stop.exit_code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART):
             telemetry.linger(config.limits.telemetry.metrics_linger_s)
         return RunReport(
             exit_code=stop.exit_code,
-            reason=stop.reason,
+            reason=f"{stop.reason}{unwritten}",
             summary=summary,
             directory=directory,
             metrics_url=telemetry.metrics_url,
@@ -234,16 +234,24 @@ def _machine_start(config: RunConfig, past: Past, clock: SystemClock) -> Machine
     )
 
 
-def _write_summary(config: RunConfig, directory: RunDirectory, summary: dict[str, Any]) -> None:
-    """Write summary.json, and a copy where `--summary` asks for it. The copy's failure changes no exit code."""
-    write_json_atomically(directory.summary, summary)
+def _write_summary(config: RunConfig, directory: RunDirectory, summary: dict[str, Any]) -> str:
+    """Write summary.json, and a copy where `--summary` asks for it.
+
+    A failure changes no exit code, since the run has ended as it has: it is told by what is returned, to be put behind
+    the reason of the end.
+    """
+    try:
+        write_json_atomically(directory.summary, summary)
+    except StorageError as error:
+        return f"; {error}"
     if config.summary is None:
-        return
+        return ""
     try:
         config.summary.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory.summary, config.summary)
     except OSError as error:
-        raise StorageError(f"cannot write the summary to {config.summary}: {error.strerror}") from error
+        return f"; cannot write the summary to {config.summary}: {error.strerror}"
+    return ""
 
 
 def pod_name(environment: Mapping[str, str]) -> str:

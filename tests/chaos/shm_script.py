@@ -5,6 +5,7 @@ nvrx-sre launch --nproc-per-node 2 ... tests/chaos/shm_script.py NUM_FEATURES NU
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -16,6 +17,8 @@ import nvrx_sre
 
 NUM_FEATURES, NUM_STEPS = int(sys.argv[1]), int(sys.argv[2])
 BATCH = 4
+LINE = 5000
+"""Longer than the rest of a page that a full file system has given out already."""
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -26,6 +29,13 @@ class Rows(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.full((NUM_FEATURES,), index / 400)
+
+
+def fill(path: str) -> None:
+    """Leave no room where `path` lies."""
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 @nvrx_sre.resilient
@@ -47,6 +57,9 @@ def main(ctx: nvrx_sre.Context) -> None:
         optimizer.step()
         optimizer.zero_grad()
         ctx.commit(loss=loss.detach(), tokens=BATCH)
+        print(f"step {ctx.step} is done", "." * LINE, flush=True)
+        if ctx.step == 3 and ctx.rank == 0 and len(sys.argv) > 3:
+            fill(sys.argv[3])
         if ctx.step == NUM_STEPS:
             return
 

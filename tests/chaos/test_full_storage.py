@@ -21,6 +21,8 @@ from nvrx_sre.events.schema import SaveFailure
 from nvrx_sre.faults.plan import SAVE_STAGES
 from tests.chaos.writer_ranks import Ranks
 from tests.checkpoint_directories import commit
+from tests.integration.launched import finish
+from tests.integration.launched import start as start_run
 from tests.integration.writer_process import WriterProcess
 
 pytestmark = pytest.mark.processes
@@ -132,6 +134,25 @@ def test_c08_a_refusal_in_any_stage_leaves_a_commit_or_nothing(start: Start, ran
             assert writer.save(step, [number % 3] * 2)[-1].stage == "verified", stage
     assert writer.leave() == 0
     assert all(item.verified for item in discover.discover(tmp_path, []).restorable)
+
+
+@pytest.mark.slow
+def test_c09_a_run_whose_whole_directory_is_full_trains_on(tmp_path: Path) -> None:
+    """Journal, logs and saves are refused from step 3 on, and the ranks go on printing: exit 0, no fault.
+
+    What could not be written is told at the end.
+    """
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    options = ["--nproc-per-node", "2", "--run-dir", str(run_dir), "--metrics-linger", "0", "--standbys", "0"]
+    script = [str(Path(__file__).with_name("shm_script.py")), "100", "12", str(run_dir / "filler")]
+    arguments = ["launch", *options, "--save-every", "4", *script]
+    ended = finish(start_run(arguments, prefix=mounted(f"mount -t tmpfs -o size=2m none {run_dir}")), run_dir)
+    assert ended.exit_code == 0, ended.output
+    last = ended.output.splitlines()[-1]
+    assert last.startswith("nvrx-sre: exit 0: finished; the last step is not saved, nothing is durable; "), ended.output
+    assert last.endswith("summary.json: No space left on device"), ended.output
+    assert "fault:" not in ended.output
 
 
 def test_c10_an_attempt_of_two_ranks_leaves_nothing_in_a_save_of_one(
