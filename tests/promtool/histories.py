@@ -74,7 +74,7 @@ def healthy(v: Values) -> list[Run]:
         Run("quiet-namesake", BEGIN, namespace="research"),
         Run("quiet-without-cluster", BEGIN, cluster=None),
         Run("one-recovery", [*BEGIN, (600, "fault"), (601, "redo"), (605, "progress")]),
-        Run("one-recovery-scrapes-lost", [*BEGIN, (600, "fault"), (601, "redo"), (605, "progress")], lost=(0, 2400, 0)),
+        Run("one-recovery-scrapes-lost", [*BEGIN, (600, "fault"), (601, "redo"), (605, "progress")], lost=(0, END, 0)),
         Run(
             "one-recovery-by-a-new-pod",
             [*BEGIN, (600, "fault"), (620, "start"), (660, "redo"), (680, "progress")],
@@ -118,7 +118,7 @@ def crash_loops(v: Values) -> list[Run]:
         Run("loop", LOOP, whole),
         Run("loop-without-cluster", LOOP, whole, cluster=None),
         Run("loop-of-a-dev-run", LOOP, whole, priority="dev"),
-        Run("loop-scrapes-lost", LOOP, whole, lost=(780, 2400, 0)),
+        Run("loop-scrapes-lost", LOOP, whole, lost=(780, END, 0)),
         Run("loop-most-scrapes-lost", LOOP, whole, lost=(780, 1500, 4)),
         Run("loop-pod-replaced", LOOP, whole, pods=(("old", 0, 900), ("new", 1080, END))),
         Run(
@@ -201,7 +201,7 @@ def halts(v: Values) -> list[Run]:
         Run("halted-namesake", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),)),
         Run("halted-namesake", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),), namespace="research"),
         Run("halted-seen-once", halted, {HALT: [(601, END)]}, pods=(("old", 0, 665),)),
-        Run("halted-scrapes-lost", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),), lost=(0, 2400, 0)),
+        Run("halted-scrapes-lost", halted, {HALT: [(601, END)]}, pods=(("old", 0, end),), lost=(0, END, 0)),
         Run(
             "halted-resubmitted",
             [*halted, (1000, "start"), (1060, "train")],
@@ -229,7 +229,7 @@ def recoveries(v: Values) -> list[Run]:
     fault = [*BEGIN, (600, "fault")]
     return [
         Run("overdue", fault, {OVERDUE: [(600 + limit, END)]}),
-        Run("overdue-scrapes-lost", fault, {OVERDUE: [(600 + limit, END)]}, lost=(700, 2400, 0)),
+        Run("overdue-scrapes-lost", fault, {OVERDUE: [(600 + limit, END)]}, lost=(700, END, 0)),
         Run("overdue-pod-replaced", fault, {OVERDUE: [(600 + limit, END)]}, pods=(("old", 0, 900), ("new", 1080, END))),
         Run("overdue-cured", [*fault, (1900, "progress")], {OVERDUE: [(600 + limit, 1900 + hold)]}),
         Run("not-overdue-yet", [*fault, (600 + limit - 10, "progress")]),
@@ -255,7 +255,7 @@ def stalls(v: Values) -> list[Run]:
     saving = (catalog.SAVE_STARTED.name,)
     return [
         Run("stalled", stop, {STALLED: [(600 + step, END)]}),
-        Run("stalled-scrapes-lost", stop, {STALLED: [(600 + step, END)]}, lost=(600, 2400, 0)),
+        Run("stalled-scrapes-lost", stop, {STALLED: [(600 + step, END)]}, lost=(600, END, 0)),
         Run("stalled-pod-replaced", stop, {STALLED: [(600 + step, END)]}, pods=(("old", 0, 900), ("new", 1020, END))),
         Run("stalled-goes-on", [*stop, (1500, "train")], {STALLED: [(600 + step, 1500 + v.hold_s)]}),
         Run(
@@ -271,7 +271,7 @@ def stalls(v: Values) -> list[Run]:
             {MISSING: [(600 + v.target_missing_s, END)]},
             pods=(("old", 0, 600),),
         ),
-        Run("stalled-hardly-answers", stop, lost=(400, 2400, 16)),
+        Run("stalled-hardly-answers", stop, lost=(400, END, 16)),
         Run(
             "stalled-in-slow-data",
             stop,
@@ -306,7 +306,7 @@ def rendezvous(v: Values) -> list[Run]:
             "rendezvous-stuck-scrapes-lost",
             forming,
             {RENDEZVOUS: [(600 + limit + wait, END)], OVERDUE: [overdue]},
-            lost=(600, 2400, 0),
+            lost=(600, END, 0),
         ),
         Run(
             "rendezvous-fails-again-and-again",
@@ -352,7 +352,7 @@ def startups(v: Values) -> list[Run]:
     limit, hold = v.startup_ratio * STARTUP_S, v.hold_s
     return [
         Run("startup-overdue", [(60, "start")], {STARTUP: [(60 + limit, END)]}),
-        Run("startup-overdue-scrapes-lost", [(60, "start")], {STARTUP: [(60 + limit, END)]}, lost=(60, 2400, 0)),
+        Run("startup-overdue-scrapes-lost", [(60, "start")], {STARTUP: [(60 + limit, END)]}, lost=(60, END, 0)),
         Run("startup-overdue-cured", [(60, "start"), (1800, "train")], {STARTUP: [(60 + limit, 1800 + hold)]}),
         Run("startup-in-time", [(60, "start"), (60 + limit - 5, "train")]),
         Run(
@@ -381,7 +381,7 @@ def breaches(v: Values) -> list[Run]:
             "cap-breached-scrapes-lost",
             forming(most + 1, at),
             {BREACHED: [(600 + window, at + window + v.hold_s)]},
-            lost=(600, 2400, 0),
+            lost=(600, END, 0),
             **quiet,
         ),
         Run(
@@ -399,12 +399,13 @@ def breaches(v: Values) -> list[Run]:
         Run(
             "launchers-past-the-cap",
             [*BEGIN, (600, "recovering"), *((at + 20 * n, "start") for n in range(starts + 1))],
-            {BREACHED: [(600 + window, at + window + v.hold_s)]},
+            {BREACHED: [(600 + window, at + window + v.hold_s)], STARTUP: [(at + 20 * starts + STARTUP_S, END)]},
             **quiet,
         ),
         Run(
             "launchers-just-kept",
             [*BEGIN, (600, "recovering"), *((at + 20 * n, "start") for n in range(starts))],
+            {STARTUP: [(at + 20 * (starts - 1) + STARTUP_S, END)]},
             **quiet,
         ),
         Run(
@@ -446,7 +447,7 @@ def missing(v: Values) -> list[Run]:
             {STUCK: [(900 + v.launcher_stuck_window_s, END)]},
             levels={(catalog.LAUNCHER_LOOP.name,): lambda now: min(now, 900.0)},
         ),
-        Run("two-of-three-scrapes", BEGIN, lost=(300, 2400, 0)),
+        Run("two-of-three-scrapes", BEGIN, lost=(300, END, 0)),
         Run(
             "vanished-while-training", [*BEGIN], {MISSING: [(gone, END)]}, pods=(("old", 0, 900),), namespace="research"
         ),
@@ -463,14 +464,14 @@ def stuck_launchers(v: Values) -> list[Run]:
     slow = {loop: lambda now: now // 120 * 120}
     return [
         Run("launcher-stuck", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen),
-        Run("launcher-stuck-scrapes-lost", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen, lost=(700, 2400, 0)),
+        Run("launcher-stuck-scrapes-lost", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen, lost=(700, END, 0)),
         Run("launcher-gone", BEGIN, {MISSING: [(900 + v.target_missing_s, END)]}, pods=(("old", 0, 900),)),
         Run(
             "launcher-stuck-hardly-answers",
             BEGIN,
             {MISSING: [(900 + v.target_missing_s, END)]},
             levels=frozen,
-            lost=(690, 2400, 16),
+            lost=(690, END, 16),
         ),
         Run("launcher-turns-again", BEGIN, {STUCK: [(900 + window, 1500)]}, levels=back),
         Run("launcher-clock-behind", BEGIN, levels=skewed),
@@ -490,10 +491,10 @@ def checkpoints(v: Values) -> list[Run]:
     short = 600 + v.save_failing_window_s
     event = 600 + v.event_window_s
     hold = {captured: lambda now: min(600.0, max(60.0, now // 300 * 300))}
-    back = {captured: lambda now: 1700.0 if now >= 1710 else min(600.0, max(60.0, now // 300 * 300))}
+    back = {captured: lambda now: now // 300 * 300 + 200 if now >= 1710 else min(600.0, max(60.0, now // 300 * 300))}
     return [
         Run("stale", BEGIN, {STALE: [(stale, END)]}, levels=hold),
-        Run("stale-scrapes-lost", BEGIN, {STALE: [(stale, END)]}, levels=hold, lost=(600, 2400, 0)),
+        Run("stale-scrapes-lost", BEGIN, {STALE: [(stale, END)]}, levels=hold, lost=(600, END, 0)),
         Run(
             "stale-pod-replaced",
             BEGIN,
@@ -515,7 +516,7 @@ def checkpoints(v: Values) -> list[Run]:
         ),
         Run("not-stale-standing-still", [*BEGIN, (700, "fault"), (705, "redo")], levels=hold, caps=()),
         Run("not-stale-without-saves", BEGIN, levels={**hold, (catalog.CHECKPOINT_INTERVAL.name,): 0}),
-        Run("not-stale-slow-storage", BEGIN, levels={**hold, (catalog.CHECKPOINT_WRITE_SECONDS.name,): 600}),
+        Run("not-stale-slow-storage", BEGIN, levels={**hold, (catalog.CHECKPOINT_WRITE_SECONDS.name,): 6_000}),
         Run(
             "saves-fail",
             BEGIN,
@@ -542,7 +543,7 @@ def checkpoints(v: Values) -> list[Run]:
             BEGIN,
             {"NvrxCheckpointRejected": [(600, event)]},
             levels={rejected: jump(600, 0, 1)},
-            lost=(580, 2400, 0),
+            lost=(580, END, 0),
         ),
         Run(
             "rejected-pod-replaced",
@@ -562,7 +563,7 @@ def checkpoints(v: Values) -> list[Run]:
             BEGIN,
             {"NvrxCheckpointSaturated": [(600 + v.saturation_for_s, 1800)]},
             levels={rho: jump(600, 0.9, 1.1, 1800)},
-            lost=(600, 2400, 0),
+            lost=(600, END, 0),
         ),
         Run("nearly-saturated", BEGIN, levels={rho: 0.99}),
         Run("saturated-once", BEGIN, levels={rho: jump(600, 0.9, 1.1, 600 + v.saturation_for_s - 60)}),
@@ -584,7 +585,7 @@ def steps(v: Values) -> list[Run]:
             BEGIN,
             {"NvrxSlowRank": [(slow, END)]},
             levels={late: jump(600, 0.01, 0.25)},
-            lost=(600, 2400, 0),
+            lost=(600, END, 0),
         ),
         Run(
             "slow-rank-summary",
@@ -598,8 +599,8 @@ def steps(v: Values) -> list[Run]:
         Run(
             "steps-regressed",
             BEGIN,
-            {"NvrxStepTimeRegressed": [(regressed, 1500 + v.hold_s)]},
-            levels={step: jump(600, 1, 1.35, 1500)},
+            {"NvrxStepTimeRegressed": [(regressed, regressed + 660 + v.hold_s)]},
+            levels={step: jump(600, 1, 1.35, regressed + 660)},
         ),
         Run("steps-vary", BEGIN, levels={step: 1.25}),
         Run("steps-regressed-for-a-moment", BEGIN, levels={step: jump(600, 1, 1.35, regressed - 60)}),
@@ -623,7 +624,7 @@ def tickets(v: Values) -> list[Run]:
     shrunk, unready = 600 + v.world_shrunk_for_s, 600 + v.standby_missing_for_s
     return [
         Run("flapping", [*BEGIN, *flaps], flapping),
-        Run("flapping-scrapes-lost", [*BEGIN, *flaps], flapping, lost=(600, 2400, 0)),
+        Run("flapping-scrapes-lost", [*BEGIN, *flaps], flapping, lost=(600, END, 0)),
         Run(
             "flapping-pod-replaced",
             [*BEGIN, *flaps],
@@ -661,7 +662,7 @@ def tickets(v: Values) -> list[Run]:
             BEGIN,
             {"NvrxWorldShrunk": [(shrunk, END)]},
             levels={world: jump(600, 4, 3)},
-            lost=(600, 2400, 0),
+            lost=(600, END, 0),
         ),
         Run("world-shrunk-shortly", BEGIN, levels={world: jump(600, 4, 3, shrunk - 60)}),
         Run("world-of-one", BEGIN, {"NvrxWorldShrunk": [(shrunk, END)]}, levels={world: jump(600, 4, 1)}),
@@ -718,7 +719,7 @@ def nodes(v: Values) -> list[Run]:
             BEGIN,
             {"NvrxHostMemoryPressure": [(pressed, END)]},
             levels={used: jump(600, 60e9, tight)},
-            lost=(600, 2400, 0),
+            lost=(600, END, 0),
         ),
         Run("memory-mostly-slots", BEGIN, levels={used: (v.memory_ratio - 0.02) * 60e9 + 40e9}),
         Run("memory-peak", BEGIN, levels={used: jump(600, 60e9, tight, pressed - 60)}),
