@@ -30,7 +30,7 @@ from tests.integration.launched import Ended, finish, start, train, train_argume
 DIGESTS = ("loss_digest", "samples_digest", "state_digest")
 
 
-@pytest.fixture(scope="session", params=[2, 4])
+@pytest.fixture(scope="session", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Ended]:
     """(ranks, the run without faults)."""
     nproc = int(request.param)
