@@ -97,9 +97,9 @@ class DirectoryStore:
 def command(
     root: Path, alerts: tuple[str, ...], labels: tuple[str, ...], token_file: Path, listen: str, **options: object
 ) -> int:
-    """Halt runs on alerts that carry action="halt", for runs that were started with --allow-brake.
+    """Halt runs on alerts that say so, if they allow the brake.
 
-    Nothing is halted by the rules as they are shipped: none of them carries the label.
+    A run allows it with --allow-brake, an alert says so with action="halt". No shipped rule carries that label.
     """
     policy = BrakePolicy(alerts=frozenset(alerts), labels=pairs_of("--label", labels))
     host, port = address(listen)

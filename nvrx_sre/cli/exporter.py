@@ -66,7 +66,7 @@ class Exporter:
 @click.option("--keep-hours", type=click.FloatRange(min=0.0, min_open=True), default=KEEP_S / 3600, show_default=True,
               metavar="H", help="Show a run until its last record is this old.")  # fmt: skip
 def command(run_root: Path, host: str, port: int | None, keep_hours: float) -> int:
-    """Serve the metrics of all runs below RUN_ROOT, read from their journals.
+    """Serve metrics of all runs below RUN_ROOT, from their journals.
 
     Runs until Ctrl-C or SIGTERM.
     """

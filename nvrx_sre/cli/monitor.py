@@ -200,7 +200,10 @@ def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown]) -> Table
 @click.option("--scrape-interval", type=click.FloatRange(0.1), default=5.0, show_default=True, metavar="S",
               help="Seconds between scrapes, and between evaluations.")  # fmt: skip
 def command(run_dirs: tuple[Path, ...], root: Path | None, values_path: Path | None, scrape_interval: float) -> int:
-    """Watch runs of this machine with Prometheus and Alertmanager from the PATH, on loopback."""
+    """Watch runs with a Prometheus and an Alertmanager on loopback.
+
+    Both are taken from the PATH.
+    """
     for run_dir in run_dirs:
         existing_run(run_dir)
     if root is None and not run_dirs:
