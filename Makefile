@@ -6,9 +6,10 @@ SHELL := /bin/bash
 BIN := .venv/bin
 RUN_DIR ?= runs/demo
 FAULTS ?= 30
+SEEDS ?= 2000
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo check test test-slow live soak screenshots bench generate clean
+.PHONY: help setup demo check test test-slow test-rounds live soak screenshots bench generate clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
@@ -38,7 +39,13 @@ live: setup ## faulted runs, a real Prometheus and Alertmanager, and who is told
 	@scripts/test-tools.sh
 	@$(BIN)/python -m pytest -q tests/live $(PYTEST_ARGS)
 
-soak: setup ## all tests three times in different orders
+soak: setup ## thousands of simulated jobs under random faults, and planted bugs that must be found
+	@$(BIN)/nvrx-sre simulate --seeds $(SEEDS) --ranks 8
+	@$(BIN)/nvrx-sre simulate --seeds $(SEEDS) --ranks 8 --hosts 4
+	@$(BIN)/nvrx-sre simulate --seeds $$(($(SEEDS) / 20)) --ranks 64 --hosts 8
+	@$(BIN)/python -m pytest -q tests/simulation $(PYTEST_ARGS)
+
+test-rounds: setup ## all tests three times in different orders
 	@scripts/test-tools.sh
 	@for round in 1 2 3; do $(BIN)/python -m pytest -q $(PYTEST_ARGS); done
 

@@ -37,6 +37,7 @@ COMMANDS: dict[str, str] = {
     "runbook": "nvrx_sre.cli.runbook:command",
     "doctor": "nvrx_sre.cli.doctor:command",
     "bench": "nvrx_sre.cli.bench:command",
+    "simulate": "nvrx_sre.cli.simulate:command",
 }
 """Command -> `module:attribute`. One file a command group."""
 

@@ -129,8 +129,13 @@ class Saves:
     def fence(self, step: int) -> None:
         """The run went back to `step`: whatever is saved above it is abandoned."""
         self.committed_step = min(self.committed_step, step)
-        if self._held is not None and self._held.sealed.step > step:
-            self._held.is_abandoned = True
+        save = self._held
+        if save is None or save.sealed.step <= step:
+            return
+        save.is_abandoned = True
+        if save.deadline_ns is None:  # told as failed when its writer died; the next one need not begin
+            self._held = None
+            self._release(save)
 
     def on_progress(self, message: WriterProgress, now_ns: int) -> None:
         """The writer's report on a stage of the held save; reports on any other are stale."""

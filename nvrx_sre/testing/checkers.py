@@ -76,6 +76,8 @@ class _Safety:
     """Saves that were started since the drain began."""
     good: set[tuple[int, int]] = field(default_factory=set)
     """(generation, step) of verified checkpoints that nothing has rejected, deleted or abandoned."""
+    newest_good: int = -1
+    """Newest of them before the rollback that precedes a restore."""
     saves: dict[tuple[int, int], str] = field(default_factory=dict)
     """Stage of the save of (generation, step)."""
     fences: list[tuple[int, int]] = field(default_factory=list)
@@ -117,7 +119,11 @@ class _Safety:
         if event.high_water != self.high_water:
             self.problem(record, f"says H is {event.high_water}, it is {self.high_water}")
         self.fences.append((record.generation, event.step))
-        self.good = {key for key in self.good if not (key[0] < record.generation and key[1] > event.step)}
+        self.newest_good = max((step for _, step in self.good), default=-1)
+        abandoned = {key for key in self.saves if key[0] < record.generation and key[1] > event.step}
+        self.good -= abandoned
+        for key in abandoned & {key for key, stage in self.saves.items() if stage in ("verified", "failed")}:
+            self.saves[key] = "abandoned"
 
     def on_restored(self, record: Record, event: schema.StateRestored) -> None:
         if record.generation != self.formed:
@@ -126,7 +132,7 @@ class _Safety:
             self.problem(record, f"went back to {event.step} below {self.high_water} without a fence")
         if event.step > self.high_water:
             self.problem(record, f"restored step {event.step}, which was executed and never counted")
-        newest = max((step for _, step in self.good), default=-1)
+        newest, self.newest_good = max(self.newest_good, *(step for _, step in self.good), -1), -1
         if self.checkpoints_back and event.source is RestoredFrom.HOT:
             self.problem(record, "restored from the hot tier where an older checkpoint was decided on")
         if not self.checkpoints_back and event.step < newest:
@@ -195,7 +201,7 @@ class _Safety:
         busy = [key for key, stage in self.saves.items() if stage in ("started", "committed")]
         if busy:
             self.problem(record, f"the saves {busy} have neither ended nor failed")
-        if self.is_draining and not self.num_started and self.sealed > self._newest_committed():
+        if self.is_draining and not self.num_started and self.sealed > self._newest_attempt():
             self.problem(record, f"step {self.sealed} was sealed on every rank and not saved before the end")
 
     def on_stopped(self, record: Record, event: schema.LauncherStopped) -> None:
@@ -227,8 +233,9 @@ class _Safety:
     def on_checkpoint_gone(self, record: Record, event: schema.CheckpointRejected | schema.CheckpointDeleted) -> None:
         self.good = {key for key in self.good if key[1] != event.step}
 
-    def _newest_committed(self) -> int:
-        return max((key[1] for key, stage in self.saves.items() if stage in ("committed", "verified")), default=-1)
+    def _newest_attempt(self) -> int:
+        """Newest step of the current line whose save was begun; that the storage refused it is no fault of ours."""
+        return max((key[1] for key, stage in self.saves.items() if stage != "abandoned"), default=-1)
 
 
 _HANDLERS: dict[type[schema.Event], Callable[[_Safety, Record, Any], None]] = {

@@ -131,6 +131,9 @@ class _Decisions:
         self.excluded.add(event.device)
 
     def on_formed(self, record: Record, event: schema.GenerationFormed) -> None:
+        back = sorted(self.excluded.intersection(event.devices))
+        if back:
+            self._problem(record, f"{', '.join(back)} takes part and was excluded")
         decided, self.decided = self.decided, None
         if decided is None or decided[0] != record.epoch:
             return

@@ -175,6 +175,7 @@ RARE_STATES: tuple[str, ...] = (
     "a launcher took over from one that stood still",
     "a superseded launcher ended",
     "a launcher that was stopped gave all ranks their time again",
+    "a whole host stood still",
     "a writer refused to commit an abandoned line",
     "a save was overdue",
     "no slot was free",

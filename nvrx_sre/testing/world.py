@@ -148,6 +148,12 @@ class World:
             if any(line < (epoch, generation) and commit.step > step for epoch, generation, step in self._rollbacks):
                 self.violation(f"an abandoned line came back: {commit.directory} of epoch {commit.epoch}")
 
+    def check_save(self, epoch: int, generation: int, step: int) -> None:
+        """What is to be saved was not abandoned before."""
+        line = (epoch, generation)
+        if any(line < (later, at) and step > back for later, at, back in self._rollbacks):
+            self.violation(f"a save of step {step} was started although its line was abandoned")
+
     def sync(self, epoch: int) -> None:
         """Somebody waited until what is recorded is on the disk."""
         if self.newest.epoch == epoch:

@@ -40,6 +40,8 @@ class Slots:
     """Hot slots of one rank with the launcher's control words; None while a slot is empty or being filled."""
 
     contents: list[SlotHeader | None] = field(default_factory=lambda: [None] * NUM_SLOTS)
+    filling: list[int] = field(default_factory=lambda: [NONE] * NUM_SLOTS)
+    """Step that a slot takes, or took last."""
     sealed_step: int = NONE
     held_slot: int = NONE
     stranded: tuple[int, int] = (0, 0)

@@ -92,7 +92,8 @@ def _kill_launcher(worker: SimWorker) -> None:
 
 
 def _stall_launcher(worker: SimWorker) -> None:
-    worker.launcher.stall(worker.world.rng.uniform(0.5, 20.0))
+    rng = worker.world.rng
+    worker.launcher.stall(rng.uniform(0.5, 20.0), is_host=rng.random() < 0.5)
 
 
 def _supersede_launcher(worker: SimWorker) -> None:

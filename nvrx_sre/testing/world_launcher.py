@@ -60,6 +60,11 @@ class SimLauncher:
         self._host_of: dict[int, int] = {}
         """Host of a rank's device."""
         self._waiting: dict[tuple[int, str], dict[int, Callable[[], None]]] = {}
+        self._executed: dict[int, dict[int, int]] = {}
+        """Steps that each rank of a generation has really done."""
+        self._paused_until_ns = 0
+        self._trained: list[SimWorker] = []
+        """Ranks of the newest generation."""
         self._verdicts: dict[tuple[int, str], bool] = {}
         self._down: dict[int, list[Action]] = {}
         self._seq = 0
@@ -140,12 +145,19 @@ class SimLauncher:
             self.world.lose_records(self.epoch)
             self._end(-1)
 
-    def stall(self, duration_s: float) -> None:
-        """The launcher is stopped, its children are not."""
+    def stall(self, duration_s: float, *, is_host: bool = False) -> None:
+        """The launcher is stopped; its children are not, unless its whole host stands still."""
         if self.is_stalled or self.is_over:
             return
+        if is_host:
+            self.world.reach("a whole host stood still")
+            self._paused_until_ns = self.world.now_ns + to_ns(duration_s)
         self.is_stalled, self._stalled_ns = True, self.world.now_ns
         self.world.schedule(duration_s, self._wake)
+
+    def awake_ns(self, child: SimChild) -> int:
+        """Until when the child's host stands still."""
+        return self._paused_until_ns if child.host == _LEADER_HOST else 0
 
     def _wake(self) -> None:
         self.is_stalled = False
@@ -188,7 +200,8 @@ class SimLauncher:
             oom=False,
             last_line="",
         )
-        self._arrive(child, lambda: self._forget(child, exited), to_ns(0.001))
+        # A process is told dead when its memory is given back; its peers may see its sockets closed before.
+        self._arrive(child, lambda: self._forget(child, exited), to_ns(self.world.rng.uniform(0.0005, 0.05)))
 
     def lose_host(self, host: int) -> None:
         """A host dies with the ranks on it and their hot slots."""
@@ -249,6 +262,16 @@ class SimLauncher:
         """No slot was lost since the generation was opened."""
         return self._losses_at[generation] == self.num_losses
 
+    def executed(self, worker: SimWorker) -> None:
+        """The rank has done another step."""
+        self._executed.setdefault(worker.generation, {})[worker.rank] = worker.step
+
+    def _check_commit(self, generation: int, event: schema.StepsCommitted) -> None:
+        done = self._executed.get(generation, {})
+        slowest = min(done.values(), default=0) if len(done) == self._sizes[generation] else 0
+        if not event.proven_by_restore and slowest < event.last_step:
+            self.world.violation(f"step {event.last_step} was committed, and a rank had done {slowest} only")
+
     def is_good(self, generation: int, directory: str) -> bool:
         """What the ranks of a generation find, together, when they read a durable checkpoint."""
         key = (generation, directory)
@@ -277,6 +300,8 @@ class SimLauncher:
 
     def emit(self, event: Event, generation: int, rank: int | None = None) -> None:
         """Record an event, and what follows from it for incidents."""
+        if isinstance(event, schema.StepsCommitted):
+            self._check_commit(generation, event)
         pending: deque[tuple[Event, int | None]] = deque([(event, rank)])
         while pending:
             item, of_rank = pending.popleft()
@@ -374,6 +399,8 @@ class SimLauncher:
         self._sizes[command.generation] = command.world_size
         self._losses_at[command.generation] = self.num_losses
         self._members[command.generation] = members = set(command.children)
+        children = [self.children.get(number) for number in command.children]
+        self._trained = [child for child in children if isinstance(child, SimWorker)]
         offer = Offer(
             candidates=self.world.disk.candidates(
                 self.slots[: command.world_size],
@@ -389,6 +416,8 @@ class SimLauncher:
             if child is None or not child.is_alive:
                 members.discard(number)
                 continue
+            if isinstance(child, SimWorker) and child.ready_generation != command.generation:
+                self.world.violation(f"rank {child.rank} was told to go before it was ready")
             self._tell_worker(number, lambda worker: self._go(worker, command, offer))
 
     def _go(self, worker: SimWorker, command: c.OpenGeneration, offer: Offer) -> None:
@@ -433,6 +462,7 @@ class SimLauncher:
     def _on_start_save(self, command: c.StartSave) -> None:
         if not self.leads():
             return
+        self.world.check_save(self.epoch, command.generation, command.step)
         for slots, slot in zip(self.slots, command.slots, strict=False):
             if slots.held_slot not in (-1, slot):
                 self.world.violation(f"save of step {command.step} started while another one holds its slots")
@@ -475,6 +505,9 @@ class SimLauncher:
         # One that stood still while its children should have left ends them itself, as it ends.
         if len(survivors) > len(unreachable) and self._stalled_ns is None:
             self.world.violation(f"{len(survivors)} children were left behind")
+        workers = [child for child in self._trained if child.rank >= 0]
+        if command.exit_code == ExitCode.FINISHED and not all(child.has_finished for child in workers):
+            self.world.violation("the run finished before every rank had")
         stopped = schema.LauncherStopped(exit_code=command.exit_code, reason=command.reason)
         self.emit(stopped, self.machine.generation)
         self.world.sync(self.epoch)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from nvrx_sre.core.limits import Deadlines, DeadlineTuning, Limits
 from nvrx_sre.core.rng import Generator, seeded
-from nvrx_sre.events.schema import Phase
+from nvrx_sre.events.schema import FaultClass, Phase
 
 
 class SimKind(StrEnum):
@@ -54,8 +54,8 @@ class SimFault:
     `slow` takes a healthy rank half a deadline for one step; `unfit` makes the rank report itself unfit after the next
     teardown; `storage` fails the next save, `slow_disk` lets it take longer than its deadline, `corrupt` damages the
     newest commit; `link_flap` gives every rank a communication error without a death; after `bad_start` the next
-    process started dies while importing; `launcher_stall` stops the launcher for a while, `launcher_superseded` for so
-    long that another one takes over; the last three hit the host of the rank or its link to the leader's.
+    process started dies while importing; `launcher_stall` stops the launcher for a while, alone or with its whole host,
+    `launcher_superseded` for so long that another one takes over; the last three hit the host of the rank or its link.
     """
 
     kind: SimKind
@@ -145,6 +145,15 @@ HARMLESS = frozenset(
     {SimKind.SLOW, SimKind.WRITER_KILL, SimKind.STORAGE, SimKind.SLOW_DISK, SimKind.CORRUPT, SimKind.LAUNCHER_STALL}
 )
 """Kinds that must not end a rank: by themselves they are no fault."""
+BLAMED: dict[SimKind, FaultClass] = {
+    SimKind.EXCEPTION: FaultClass.EXCEPTION,
+    SimKind.NONFINITE: FaultClass.NONFINITE,
+    SimKind.SIGKILL: FaultClass.KILLED,
+    SimKind.HANG: FaultClass.HANG,
+    SimKind.HANG_NATIVE: FaultClass.HANG,
+    SimKind.SIGSTOP: FaultClass.HANG,
+}
+"""Kinds that strike one rank at one moment, and what each must be told as."""
 _PHASES = (Phase.RENDEZVOUS, Phase.REBUILD, Phase.LOAD, Phase.FIRST_STEP)
 _MAX_FAULTS = 6
 _MANY_FAULTS = 20
@@ -152,6 +161,8 @@ _MANY_SHARE = 0.15
 _ENDING_SHARE = 0.2
 _EARLY_SHARE = 0.3
 _HARMLESS_SHARE = 0.1
+_BLAMED_SHARE = 0.2
+"""Seeds on which it can be judged who is to blame, and that nobody is without a reason."""
 
 
 def draw_scenario(seed: int, options: SwarmOptions) -> Scenario:
@@ -175,8 +186,11 @@ def draw_scenario(seed: int, options: SwarmOptions) -> Scenario:
         late_report_rate=rng.choice((0.0, 0.0, 0.5)),
     )
     kinds = _enabled(rng, [*_LIGHT, *_ENDING, *(_OF_HOSTS if num_hosts > 1 else ())])
-    if rng.random() < _HARMLESS_SHARE:
+    narrow = rng.random()
+    if narrow < _HARMLESS_SHARE:
         kinds = tuple(kind for kind in kinds if kind in HARMLESS)
+    elif narrow < _HARMLESS_SHARE + _BLAMED_SHARE:
+        kinds = tuple(kind for kind in kinds if kind in HARMLESS or kind in BLAMED)
     return Scenario(seed=seed, config=config, kinds=kinds, faults=_draw_faults(rng, kinds, config))
 
 
@@ -194,12 +208,15 @@ def _draw_faults(rng: Generator, kinds: tuple[SimKind, ...], config: WorldConfig
         pool = ending if ending and (not light or rng.random() < _ENDING_SHARE) else light
         if not pool:
             break
+        kind = rng.choice(pool)
+        # Damage between an offer and its load is out of scope: what was offered is read once.
+        is_early = rng.random() < _EARLY_SHARE and kind is not SimKind.CORRUPT
         faults.append(
             SimFault(
-                kind=rng.choice(pool),
+                kind=kind,
                 rank=rng.randrange(config.num_ranks),
                 step=rng.randint(1, config.num_steps),
-                phase=rng.choice(_PHASES) if rng.random() < _EARLY_SHARE else Phase.STEP,
+                phase=rng.choice(_PHASES) if is_early else Phase.STEP,
                 times=rng.choice((1, 1, 1, 2, 3)),
             )
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvrx_sre.checkpoint.slots import SlotHeader
+from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import NothingRestorable
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Phase, RejectReason, RestoredFrom, Role, SaveFailure, Tier
@@ -77,10 +78,20 @@ class SimChild:
         token = self.token
 
         def run() -> None:
-            if self.is_alive and not self.is_stopped and self.token == token:
+            if self.token == token:
                 action()
 
-        self.world.schedule(self.world.rng.uniform(low_s, high_s), run)
+        self.world.schedule(self.world.rng.uniform(low_s, high_s), lambda: self._run(run))
+
+    def _run(self, action: Callable[[], None]) -> None:
+        """Do `action` if the process can run; one whose host stands still goes on when that does."""
+        if not self.is_alive or self.is_stopped:
+            return
+        awake_ns = self.launcher.awake_ns(self)
+        if self.now_ns < awake_ns:
+            self.world.schedule_at(awake_ns + to_ns(self.world.rng.uniform(0.0, 0.05)), lambda: self._run(action))
+        else:
+            action()
 
     def send(self, message: wire.Message) -> None:
         """Put a message on the channel: delivered in order after a short random delay."""
@@ -116,6 +127,8 @@ class SimWriter(SimChild):
         """Begin a save; contents are read while it runs, so the slots must be left alone."""
         mapped = list(self.launcher.slots)  # a mapping outlives the launcher's dropping of the slots
         taken = [mapped[rank].contents[slot] for rank, slot in enumerate(slots)]
+        if any(item is None and mapped[rank].filling[slots[rank]] == step for rank, item in enumerate(taken)):
+            self.world.violation(f"step {step} was handed over while a rank still copied it")
         if any(item is None or (item.step, item.generation) != (step, generation) for item in taken):
             # Lost with its node, or overwritten before the launcher, which was behind, could hold it.
             self.world.reach("a writer found a slot that held another step")
@@ -192,6 +205,9 @@ class SimWorker(SimChild):
         self.is_stuck = False
         """In a native call that never returns."""
         self.is_unfit = False
+        self.ready_generation = 0
+        """Newest generation that it said to be ready for."""
+        self.has_finished = False
         self.hot_plan = (0, 0, 0)
         """(interval before, step from which the other holds, interval from there on)."""
         self.delay_s = 0.0
@@ -203,7 +219,7 @@ class SimWorker(SimChild):
     def begin(self) -> None:
         """Start, and speak regularly from then on."""
         super().begin()
-        self.world.schedule(ALIVE_S, self._alive)
+        self.world.schedule(ALIVE_S, lambda: self._run(self._alive))
 
     def assign(self, rank: int, generation: int) -> None:
         """Become a rank."""
@@ -215,7 +231,7 @@ class SimWorker(SimChild):
         """Run the training function in `generation`."""
         self.generation = generation
         self.step = 0
-        self.is_waiting = False
+        self.is_waiting = self.has_finished = False
         self._seconds = 0.0
         self._enter(Phase.RENDEZVOUS)
         self._meet("rendezvous", lambda: self._rebuild(offer))
@@ -258,9 +274,9 @@ class SimWorker(SimChild):
         )
 
     def _alive(self) -> None:
-        if not self.is_alive:
+        if not self.is_alive or self.is_stopped:
             return
-        if not self.is_stopped and self.generation:
+        if self.generation:
             self.send(
                 wire.Alive(
                     generation=self.generation,
@@ -269,7 +285,7 @@ class SimWorker(SimChild):
                     mono_ns=self.now_ns,
                 )
             )
-        self.world.schedule(ALIVE_S, self._alive)
+        self.world.schedule(ALIVE_S, lambda: self._run(self._alive))
 
     def _acked(self, generation: int) -> None:
         self.is_waiting = True
@@ -279,6 +295,7 @@ class SimWorker(SimChild):
     def _ready(self, generation: int) -> None:
         fit, self.is_unfit = not self.is_unfit, False
         self.progress = 0
+        self.ready_generation = generation
         self.send(wire.Ready(generation=generation, fit=fit, reason="", mono_ns=self.now_ns))
 
     def _rebuild(self, offer: Offer) -> None:
@@ -366,6 +383,7 @@ class SimWorker(SimChild):
 
     def _capture(self) -> None:
         self.step += 1
+        self.launcher.executed(self)
         self.state = next_state(self.state, self.step)
         world = self.world
         durable = self.step % world.config.save_every == 0
@@ -380,7 +398,7 @@ class SimWorker(SimChild):
             world.reach("no slot was free")
             self._report(-1, durable)
             return
-        mine.contents[slot] = None
+        mine.contents[slot], mine.filling[slot] = None, self.step
         self._begin_copy(content(self.generation, self.step, self.state), slot, mine.contents)
         if world.config.late_report_rate and world.rng.random() < world.config.late_report_rate:
             self._when_copied(lambda: self._report(slot, durable))
@@ -392,8 +410,6 @@ class SimWorker(SimChild):
         self._is_copying = True
 
         def copied() -> None:
-            if not self.is_alive or self.is_stopped:
-                return
             contents[slot] = header
             self._tell_sealed(header, slot)
             self._is_copying = False
@@ -401,7 +417,7 @@ class SimWorker(SimChild):
             if then is not None:
                 then()
 
-        self.world.schedule(self.world.rng.uniform(0.001, 0.06), copied)
+        self.world.schedule(self.world.rng.uniform(0.001, 0.06), lambda: self._run(copied))
 
     def _tell_sealed(self, header: SlotHeader, slot: int) -> None:
         if not self._is_dropped(header.step):
@@ -438,7 +454,7 @@ class SimWorker(SimChild):
 
     def _finish(self) -> None:
         self._enter(Phase.FINALIZE)
-        self.is_waiting = True
+        self.is_waiting = self.has_finished = True
         self.world.check_final_state(self)
         self.send(
             wire.Finished(
