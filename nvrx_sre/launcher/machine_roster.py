@@ -99,6 +99,8 @@ class Roster:
         self._attempts = [0] * job.config.world_size
         self._last_pids: dict[str, int] = {}
         """Process that ran on a device last."""
+        self._unready = 0
+        """A rank that was not ready when that was asked last."""
         self._num_spawned = 0
         self._spare_attempts = {Role.STANDBY: 0, Role.WRITER: 0}
 
@@ -126,8 +128,24 @@ class Roster:
         return [rank for rank, number in enumerate(self._seats) if number is None]
 
     def is_every_rank_ready(self) -> bool:
-        """Every seat is taken by a child that can enter the pending generation. Looks no further than the first not."""
-        return all(number is not None and self._children[number].state is ChildState.READY for number in self._seats)
+        """Every seat is taken by a child that can enter the pending generation.
+
+        Whoever was not ready the last time is looked at first: waiting for one rank costs one look at each input.
+        """
+        if not self._is_ready(self._unready):
+            return False
+        unready = next((rank for rank in range(len(self._seats)) if not self._is_ready(rank)), None)
+        if unready is None:
+            return True
+        self._unready = unready
+        return False
+
+    def _is_ready(self, rank: int) -> bool:
+        """Also if the world has lost the rank."""
+        if rank >= len(self._seats):
+            return True
+        number = self._seats[rank]
+        return number is not None and self._children[number].state is ChildState.READY
 
     def spares(self, role: Role) -> list[Child]:
         """Writers or standbys that are not on their way out."""

@@ -64,6 +64,7 @@ def test_each_seed_enables_its_own_kinds() -> None:
     assert any(not item.faults for item in scenarios), "some seeds run undisturbed"
 
 
+@pytest.mark.processes
 def test_same_seed_gives_the_same_journal_byte_for_byte() -> None:
     """In this process and in another one with other hashes; another seed gives another journal."""
     here = [simulate_seed(seed, HOSTS).journal_sha256 for seed in (7, 8, 9)]
@@ -84,12 +85,12 @@ def test_same_seed_gives_the_same_journal_byte_for_byte() -> None:
     assert done.stdout.split() == here
 
 
-def test_a_thousand_ranks_recover() -> None:
-    """Size changes nothing: one death among 1,024 ranks on 128 hosts replaces one process."""
-    config = WorldConfig(num_ranks=1024, num_hosts=128, num_steps=6, num_standbys=0)
-    faults = (SimFault(kind=SimKind.SIGKILL, rank=700, step=4),)
+def test_hundreds_of_ranks_recover() -> None:
+    """Size changes nothing: one death among 512 ranks on 64 hosts replaces one process."""
+    config = WorldConfig(num_ranks=512, num_hosts=64, num_steps=6, num_standbys=0)
+    faults = (SimFault(kind=SimKind.SIGKILL, rank=350, step=4),)
     outcome, world = simulate(Scenario(seed=1, config=config, kinds=(SimKind.SIGKILL,), faults=faults))
     assert outcome.problems == ()
     replaced = [record.rank for record in world.records if type(record.event).__name__ == "RankReplaced"]
-    assert replaced == [700]
+    assert replaced == [350]
     assert outcome.num_faults == 1
