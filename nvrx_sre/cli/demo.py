@@ -84,6 +84,7 @@ def remove_earlier(run_dir: Path) -> None:
 def alert_lines(report: AlertReport) -> list[str]:
     """What the rules said about the run, for people."""
     return [
+        f"pages:         {', '.join(report.paged) or 'none'}",
         f"alerts fired:  {', '.join(report.fired) or 'none'}",
         f"notified:      {', '.join(report.notified) or 'none'}",
         f"only pending:  {', '.join(report.pending) or 'none'}",

@@ -115,6 +115,8 @@ class AlertReport:
     silent: tuple[str, ...]
     notified: tuple[str, ...]
     """Alerts that reached a receiver as firing, by name, sorted."""
+    paged: tuple[str, ...]
+    """Those that fired and would wake a person: severity critical."""
 
 
 def prometheus_config(config: StackConfig, rules: Path, targets: Path, alertmanager_url: str) -> str:
@@ -199,8 +201,11 @@ class MonitoringStack:
         """Which alerts fired, were pending or stayed silent since `start`."""
         window = duration(seconds(self._clock.monotonic_ns() - self._started_ns) + self._config.scrape_interval_s)
         seen: dict[str, set[str]] = {"firing": set(), "pending": set()}
+        paged = set()
         for sample in query.instant(self.prometheus_url, f"count_over_time(ALERTS[{window}])"):
             seen[sample.labels["alertstate"]].add(sample.labels["alertname"])
+            if sample.labels["alertstate"] == "firing" and sample.labels.get("severity") == "critical":
+                paged.add(sample.labels["alertname"])
         names = sorted(set(query.alert_rule_names(self.prometheus_url)))
         notified = {name for item in self.notifications() for name in item.names("firing")}
         return AlertReport(
@@ -208,6 +213,7 @@ class MonitoringStack:
             pending=tuple(name for name in names if name in seen["pending"] - seen["firing"]),
             silent=tuple(name for name in names if name not in seen["firing"] | seen["pending"]),
             notified=tuple(sorted(notified)),
+            paged=tuple(sorted(paged)),
         )
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:

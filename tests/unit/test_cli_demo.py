@@ -57,8 +57,9 @@ def test_an_earlier_demo_is_replaced_and_nothing_else(tmp_path: Path) -> None:
 
 def test_alerts_that_fired_and_that_stayed_silent_are_named() -> None:
     """All four lists, `none` where one is empty."""
-    report = AlertReport(fired=("A",), pending=(), silent=("B", "C"), notified=("A",))
+    report = AlertReport(fired=("A",), pending=(), silent=("B", "C"), notified=("A",), paged=())
     assert demo.alert_lines(report) == [
+        "pages:         none",
         "alerts fired:  A",
         "notified:      A",
         "only pending:  none",
