@@ -16,12 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import FaultClass, Record, RestoredFrom, StepKind
 from nvrx_sre.testing.checkers_goodput import check_incidents, check_ledger
 from nvrx_sre.testing.checkers_policy import check_policy
+
+DRAIN_NS = to_ns(25.0)
+"""What a preemption leaves for saving: a disk that is slower than this loses what was sealed."""
 
 
 def check_safety(records: Sequence[Record], caps: CapLimits | None = None) -> list[str]:
@@ -70,8 +74,8 @@ class _Safety:
     """How much further back the next restore must be than the newest checkpoint."""
     sealed: int = -1
     """Newest step that was sealed on every rank, as far as is recorded."""
-    is_draining: bool = False
-    """The launcher ends for a preemption or a halt."""
+    drain_ns: int | None = None
+    """Since when the launcher ends for a preemption or a halt."""
     num_started: int = 0
     """Saves that were started since the drain began."""
     good: set[tuple[int, int]] = field(default_factory=set)
@@ -108,7 +112,9 @@ class _Safety:
         self.epoch, self.seq, self.has_finished, self.has_stopped = record.epoch, 0, False, False
         # A launcher that was killed may not have recorded its newest decision.
         self.is_decided = True
-        self.sealed, self.is_draining, self.checkpoints_back = -1, False, 0
+        self.sealed, self.drain_ns, self.checkpoints_back = -1, None, 0
+        if isinstance(record.event, schema.LeaderLost):
+            self.good = set()  # its fence may be on the disk and its record of the rollback lost
 
     def on_formed(self, record: Record, event: schema.GenerationFormed) -> None:
         if record.generation <= self.formed:
@@ -192,7 +198,7 @@ class _Safety:
         self.checkpoints_back = 0
 
     def on_draining(self, record: Record, event: schema.Event) -> None:
-        self.is_draining, self.num_started = True, 0
+        self.drain_ns, self.num_started = record.time_ns, 0
 
     def on_finished(self, record: Record, event: schema.RunFinished) -> None:
         if self.has_finished:
@@ -201,7 +207,8 @@ class _Safety:
         busy = [key for key, stage in self.saves.items() if stage in ("started", "committed")]
         if busy:
             self.problem(record, f"the saves {busy} have neither ended nor failed")
-        if self.is_draining and not self.num_started and self.sealed > self._newest_attempt():
+        has_time = self.drain_ns is not None and record.time_ns - self.drain_ns < DRAIN_NS
+        if has_time and not self.num_started and self.sealed > self._newest_attempt():
             self.problem(record, f"step {self.sealed} was sealed on every rank and not saved before the end")
 
     def on_stopped(self, record: Record, event: schema.LauncherStopped) -> None:

@@ -139,7 +139,6 @@ _NAMED: dict[type[schema.Event], str] = {
     schema.DeadlineChosen: "a deadline was tightened",
     schema.PreemptionReceived: "the run was preempted",
     schema.HaltRequested: "the run was halted",
-    schema.CheckpointRejected: "a checkpoint was rejected",
 }
 
 RARE_STATES: tuple[str, ...] = (
@@ -151,7 +150,6 @@ RARE_STATES: tuple[str, ...] = (
     "restored from hot",
     "restored from durable",
     "restored from fresh",
-    "cap same_fingerprint was reached",
     "cap nonfinite was reached",
     "a restart waited",
     "a save was skipped: writer_busy",
@@ -162,12 +160,10 @@ RARE_STATES: tuple[str, ...] = (
     "a save failed: interrupted",
     "a save failed: abandoned_line",
     "an incident closed recovered",
-    "an incident closed flapping",
     "an incident closed exhausted",
     "an incident took several attempts",
     "a second fault struck before the first was recovered from",
     "a fault struck while ranks were gathered",
-    "preempted or halted during a recovery",
     "a run went on under another launcher",
     "a step was proven by its restore",
     "a launcher died while a save was in flight",
@@ -180,12 +176,19 @@ RARE_STATES: tuple[str, ...] = (
     "a save was overdue",
     "no slot was free",
     "a verified checkpoint was damaged",
-    "a damaged checkpoint was walked past",
     "retention deleted a checkpoint",
+)
+"""States that some hundred seeds of one host must go through together: else their passing proves little."""
+
+RAREST_STATES: tuple[str, ...] = (
+    "a damaged checkpoint was walked past",
     "a message of an older generation arrived",
     "a writer found a slot that held another step",
+    "an incident closed flapping",
+    "cap same_fingerprint was reached",
+    "preempted or halted during a recovery",
 )
-"""States that the seeds of one host must go through together: else their passing proves little."""
+"""The same, for thousands of seeds."""
 
 RARE_STATES_OF_HOSTS: tuple[str, ...] = (
     "a host was lost with its hot slots",

@@ -160,6 +160,7 @@ _MANY_FAULTS = 20
 _MANY_SHARE = 0.15
 _ENDING_SHARE = 0.2
 _EARLY_SHARE = 0.3
+_OF_HOSTS_SHARE = 0.25
 _HARMLESS_SHARE = 0.1
 _BLAMED_SHARE = 0.2
 """Seeds on which it can be judged who is to blame, and that nobody is without a reason."""
@@ -203,9 +204,12 @@ def _draw_faults(rng: Generator, kinds: tuple[SimKind, ...], config: WorldConfig
     """Some hit a recovery (a phase before the first step); those that end a launcher are rarer than the others."""
     light = [kind for kind in kinds if kind not in _ENDING]
     ending = [kind for kind in kinds if kind in _ENDING]
+    of_hosts = [kind for kind in kinds if kind in _OF_HOSTS]
     faults = []
     for _ in range(rng.randint(0, _MANY_FAULTS if rng.random() < _MANY_SHARE else _MAX_FAULTS)):
         pool = ending if ending and (not light or rng.random() < _ENDING_SHARE) else light
+        if of_hosts and rng.random() < _OF_HOSTS_SHARE:
+            pool = of_hosts
         if not pool:
             break
         kind = rng.choice(pool)

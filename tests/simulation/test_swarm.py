@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from nvrx_sre.testing.simulation import RARE_STATES, RARE_STATES_OF_HOSTS, Outcome, simulate, simulate_seed
+from nvrx_sre.testing.simulation import (
+    RARE_STATES,
+    RARE_STATES_OF_HOSTS,
+    RAREST_STATES,
+    Outcome,
+    simulate,
+    simulate_seed,
+)
 from nvrx_sre.testing.world_plan import Scenario, SimFault, SimKind, SwarmOptions, WorldConfig, draw_scenario
 
 ONE_HOST = SwarmOptions(num_ranks=8)
@@ -52,6 +59,19 @@ def test_rare_states_are_reached() -> None:
     for first in range(0, NUM_SEEDS_OF_HOSTS, BATCH):
         reached.update(*(outcome.reached for outcome in swarm(first, HOSTS)))
     assert [state for state in (*RARE_STATES, *RARE_STATES_OF_HOSTS) if state not in reached] == []
+
+
+@pytest.mark.slow
+def test_the_rarest_states_are_reached_by_thousands_of_seeds() -> None:
+    """As many seeds as it takes, each of them sound."""
+    missing = set(RAREST_STATES)
+    for seed in range(10_000, 14_000):
+        outcome = simulate_seed(seed, HOSTS if seed % 2 else ONE_HOST)
+        assert outcome.problems == (), f"seed {seed}"
+        missing -= outcome.reached
+        if not missing:
+            break
+    assert missing == set()
 
 
 def test_each_seed_enables_its_own_kinds() -> None:

@@ -1,0 +1,93 @@
+"""What keeps an input cheap with thousands of ranks must not change what is decided, nor when."""
+
+from __future__ import annotations
+
+from nvrx_sre.core.limits import Deadlines, Limits
+from nvrx_sre.events.schema import FaultDetected, Phase, Role, SaveFailed, SaveStarted, StepsCommitted
+from nvrx_sre.launcher import commands as c
+from nvrx_sre.testing.driven import DrivenMachine
+
+LIMITS = Limits(deadlines=Deadlines(step_s=10.0, first_step_s=10.0, load_s=40.0, rendezvous_s=5.0, rebuild_s=5.0))
+
+
+def test_no_step_is_committed_before_every_rank_has_restored() -> None:
+    """A rank that is heard first passes the step at which the last generation ended: nothing is committed by that."""
+    driven = DrivenMachine()
+    driven.begin()
+    for step in (1, 2, 3):
+        driven.step(step)
+    driven.raise_in(1, 4)
+    driven.leave_generation(0, 1)
+    driven.forget()
+    for phase in (Phase.RENDEZVOUS, Phase.REBUILD, Phase.LOAD, Phase.FIRST_STEP):
+        driven.enter(0, phase)
+    for step in (1, 2, 3, 4, 5):
+        driven.step(step, ranks=[0])
+    driven.wait(2.0)
+    assert driven.events(StepsCommitted) == []
+
+
+def test_a_tick_that_comes_early_does_nothing() -> None:
+    """A deadline that was put off leaves a tick behind, at which nothing is due; the next one is told right."""
+    driven = DrivenMachine(limits=LIMITS)
+    driven.begin()
+    driven.wait(8.0)
+    driven.step(1)
+    due_ns = driven.machine.next_deadline_ns()
+    assert due_ns is not None and due_ns <= driven.now_ns + 10 * 10**9
+    driven.wait(8.0)
+    assert driven.events(FaultDetected) == []
+    driven.wait(4.0)
+    assert len(driven.events(FaultDetected)) == 1
+
+
+def test_an_excuse_ends_with_the_peers_phase() -> None:
+    """A rank out of time waits for a peer that loads; once the peer is as far, the hang is judged at the peer's end."""
+    driven = DrivenMachine(limits=LIMITS)
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    for rank in range(2):
+        driven.make_ready(driven.child_of(rank))
+    for phase in (Phase.RENDEZVOUS, Phase.REBUILD, Phase.LOAD):
+        for rank in range(2):
+            driven.enter(rank, phase)
+    driven.enter(0, Phase.FIRST_STEP)
+    driven.wait(15.0)
+    assert driven.events(FaultDetected) == [], "rank 1 may load for 40 s, and rank 0 waits for it"
+    driven.enter(1, Phase.FIRST_STEP)
+    driven.wait(9.9)
+    assert driven.events(FaultDetected) == [], "rank 1 has 10 s for its first step"
+    driven.wait(0.2)
+    assert len(driven.events(FaultDetected)) == 1
+
+
+def test_many_ranks_open_only_when_the_last_is_ready() -> None:
+    """Whoever is ready in whichever order: the generation opens with the last one, once."""
+    driven = DrivenMachine(num_ranks=16, num_standbys=0)
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    for rank in (*range(8, 16), *range(7)):
+        driven.make_ready(driven.child_of(rank))
+        assert driven.all(c.OpenGeneration) == []
+    driven.make_ready(driven.child_of(7))
+    assert [item.world_size for item in driven.all(c.OpenGeneration)] == [16]
+
+
+def test_a_save_that_waits_for_a_writer_ends_with_its_line() -> None:
+    """The writer died with the save of step 6 and the run goes back to 3: slots are free, no writer begins it again."""
+    driven = DrivenMachine()
+    driven.begin()
+    for step in (1, 2, 3, 4, 5):
+        driven.step(step)
+    driven.step(6, durable=True)
+    writer = next(spawn.child for spawn in driven.all(c.Spawn) if spawn.role is Role.WRITER)
+    driven.kill(writer)
+    driven.raise_in(1, 7)
+    driven.leave_generation(0, 1)
+    driven.restore(3, "hot")
+    assert [item.step for item in driven.all(c.ReleaseSlots)] == [6]
+    driven.forget()
+    fresh = [spawn.child for spawn in driven.all(c.Spawn) if spawn.role is Role.WRITER][-1]
+    driven.start_child(fresh)
+    assert driven.events(SaveStarted) == []
+    assert driven.events(SaveFailed) == [], "its failure was told when the writer died"
