@@ -203,6 +203,8 @@ class FaultDetected(Event):
     signal: int | None
     pid: int | None
     device: str
+    hot_sealed_step: int = -1
+    """Newest step sealed on every rank: a seal that was told after the newest `StepsCommitted` is progress as well."""
 
 
 @dataclass(frozen=True, kw_only=True)

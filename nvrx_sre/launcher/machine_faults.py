@@ -253,4 +253,5 @@ class Faults:
             signal=fault.signal,
             pid=None if fault.root is None or not fault.root.pid else fault.root.pid,
             device=self._job.device(rank),
+            hot_sealed_step=self._sealed_step(),
         )

@@ -149,7 +149,7 @@ class History(Snapshotted):
 
     def _on_fault(self, record: Record, event: FaultDetected) -> None:
         self.num_faults += 1
-        if self.has_progress():
+        if self.has_progress(event.hot_sealed_step):
             self.attempts.clear()
             self.num_unrecorded = 0
         else:

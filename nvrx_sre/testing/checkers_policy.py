@@ -59,6 +59,7 @@ class _Decisions:
         self.problems.append(f"record {record.seq} ({type(record.event).__name__}): {text}")
 
     def on_fault(self, record: Record, event: FaultDetected) -> None:
+        self._progressed(event.hot_sealed_step, is_hot=True)
         if self.has_progress:
             self.faults = []
         else:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from nvrx_sre.core.limits import Deadlines, Limits
-from nvrx_sre.events.schema import FaultDetected, Phase, Role, SaveFailed, SaveStarted, StepsCommitted
+from nvrx_sre.events.schema import (
+    FaultDetected,
+    Phase,
+    RestartDecided,
+    Role,
+    SaveFailed,
+    SaveStarted,
+    StepsCommitted,
+)
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.testing.driven import DrivenMachine
 
@@ -91,3 +99,26 @@ def test_a_save_that_waits_for_a_writer_ends_with_its_line() -> None:
     driven.start_child(fresh)
     assert driven.events(SaveStarted) == []
     assert driven.events(SaveFailed) == [], "its failure was told when the writer died"
+
+
+def test_a_seal_that_no_record_tells_of_is_progress_for_the_next_fault_as_well() -> None:
+    """Step 2 is recorded, then sealed, then the next fault comes: that is a first attempt, and the one after a second.
+
+    What decides on a fault sees the live seal; the history, which a later launcher reads, must not see less.
+    """
+    driven = DrivenMachine()
+    driven.begin()
+    driven.step(1)
+    driven.raise_in(1, 2)
+    driven.leave_generation(0, 1)
+    driven.restore(1, "hot")
+    for rank in range(2):
+        driven.step_report(rank, 2)
+    driven.wait(2.0)
+    for rank in range(2):
+        driven.seal(rank, 2, slot=2)
+    driven.raise_in(1, 3, frame="train.py:20 other")
+    driven.leave_generation(0, 1)
+    driven.restore(2, "hot")
+    driven.raise_in(1, 3, frame="train.py:30 third")
+    assert [event.restarts_since_progress for event in driven.events(RestartDecided)] == [1, 1, 2]
