@@ -208,7 +208,8 @@ class _Safety:
         if busy:
             self.problem(record, f"the saves {busy} have neither ended nor failed")
         has_time = self.drain_ns is not None and record.time_ns - self.drain_ns < DRAIN_NS
-        if has_time and not self.num_started and self.sealed > self._newest_attempt():
+        is_forgotten = event.exit_code == ExitCode.FINISHED or (has_time and not self.num_started)
+        if is_forgotten and self.sealed > self._newest_attempt():
             self.problem(record, f"step {self.sealed} was sealed on every rank and not saved before the end")
 
     def on_stopped(self, record: Record, event: schema.LauncherStopped) -> None:
