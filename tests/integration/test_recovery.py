@@ -28,6 +28,8 @@ from nvrx_sre.events.schema import (
 from tests.integration.launched import Ended, finish, start, train, train_arguments, wait_for
 
 DIGESTS = ("loss_digest", "samples_digest", "state_digest")
+HELD_MIB = 64
+"""What a generation of `clipping_script` holds."""
 
 
 @pytest.fixture(scope="session", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -222,4 +224,6 @@ def test_c33_many_restarts_leak_nothing_and_meshes_are_current(tmp_path: Path) -
     assert faulted.summary["final_loss"] == plain.summary["final_loss"]
     resources, resident = printed(tmp_path / "run", "resources"), printed(tmp_path / "run", "resident")
     assert resources[3] == resources[31], f"descriptors, threads, Python threads by generation: {resources}"
-    assert resident[31][0] <= 1.1 * resident[3][0], f"resident MiB by generation: {resident}"
+    # A rank keeps freed memory, and on a loaded machine a generation may be released after the next took its own: one
+    # generation's memory more, once. A leak would be thirty times that.
+    assert resident[31][0] <= 1.1 * resident[3][0] + HELD_MIB, f"resident MiB by generation: {resident}"
