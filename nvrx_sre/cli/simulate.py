@@ -47,7 +47,7 @@ MAX_FAILED_SHOWN = 20
 @click.option("--scaling", "is_scaling", is_flag=True, help="Cost of one recovery against ranks, instead of seeds.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(**chosen: Any) -> int:
-    """Run simulated jobs under random fault mixes and check each of them.
+    """Run simulated jobs under random fault mixes; check each.
 
     Every seed draws a job, a subset of the fault kinds and faults of these kinds. The same seed gives the same journal,
     byte for byte.
