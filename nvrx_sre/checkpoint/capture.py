@@ -109,11 +109,6 @@ class Capturer:
         """The tracked optimizers: none may step between `begin` and the end of `Filling.copy`."""
         return [optimizer for _, optimizer in tracking.optimizers(self._tracked)]
 
-    def build_layout(self) -> Layout:
-        """`refresh`, then the layout."""
-        self.refresh()
-        return self._layout
-
     @torch.no_grad()
     def refresh(self) -> None:
         """Look at the tracked objects as they are now: the next `begin` takes this small state.
@@ -205,6 +200,7 @@ class Capturer:
         late, now = [], []
         for index, (source, is_late) in enumerate(zip(self._sources, self._is_late, strict=True)):
             if is_late:
+                self._frozen.changes(index)
                 late.append(index)
             elif not self._frozen.is_in_slot(source, index, slot_index):
                 now.append(index)
@@ -249,7 +245,7 @@ class _Frozen:
     """Which slots hold a frozen tensor already.
 
     A tensor that asks for no gradient may still change (an EMA copy does): its digest is compared at every
-    capture, and one that differs once is not looked at again.
+    capture, and one that differs once, or asks for a gradient once, is not looked at again.
     """
 
     def __init__(self) -> None:
@@ -257,13 +253,20 @@ class _Frozen:
         self._changing: set[int] = set()
         self._held: dict[int, set[int]] = {}
 
+    def changes(self, index: int) -> None:
+        """It is trained: what a slot once held says nothing about the slot any more."""
+        self._changing.add(index)
+
     def is_in_slot(self, source: Source, index: int, slot: int) -> bool:
         """True if the slot holds these very bytes under this index."""
-        if index in self._changing or not _may_be_frozen(source):
+        if index in self._changing:
+            return False
+        if not _may_be_frozen(source):
+            self.changes(index)
             return False
         digest = xxhash.xxh3_128_digest(_local(source.tensor).reshape(-1).view(torch.uint8).numpy().data)
         if self._digests.setdefault(index, digest) != digest:
-            self._changing.add(index)
+            self.changes(index)
             return False
         return index in self._held.get(slot, ())
 

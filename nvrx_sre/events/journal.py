@@ -66,12 +66,12 @@ class JournalWriter:
         self._closing = False
         self._descriptor = -1
         self._segment_bytes = 0
+        self._snapshot_bytes = 0
         self._failed = False
         self._rotating = False
         self.num_segments = 0
         self.num_dropped = 0
         self.num_errors = 0
-        self.last_error = ""
         self.on_error: Callable[[str], None] = lambda _: None
         """Hears of each failure, on the writer's thread."""
         self._thread = threading.Thread(target=self._main, name="nvrx-journal", daemon=True)
@@ -90,8 +90,11 @@ class JournalWriter:
 
     @property
     def is_full(self) -> bool:
-        """The segment has reached its size, or segments their number: the owner should `rotate`."""
-        is_large = self._segment_bytes > self._limits.journal_segment_bytes
+        """The segment has reached its size, or segments their number: the owner should `rotate`.
+
+        A snapshot as large as a segment must not fill it: then each record would begin a new one.
+        """
+        is_large = self._segment_bytes > max(self._limits.journal_segment_bytes, 2 * self._snapshot_bytes)
         return (is_large or self.num_segments > self._limits.journal_segments) and not self._rotating
 
     def rotate(self, snapshot: Snapshot) -> None:
@@ -176,6 +179,7 @@ class JournalWriter:
             self._close_segment()
             self._open_segment()
             self._write(_json_line({"snapshot": first.folds, "last": list(first.last)}))
+            self._snapshot_bytes = self._segment_bytes
             os.fsync(self._descriptor)
             self._rotating = False
             self._delete_old_segments()
@@ -194,7 +198,6 @@ class JournalWriter:
     def _note(self, message: str, *, failed: bool) -> None:
         with self._changed:
             self.num_errors += 1
-            self.last_error = message
             self._failed = failed or self._failed
         self.on_error(message)
 

@@ -76,7 +76,6 @@ class WebhookReceiver:
         self._changed = threading.Condition()
         self._notifications: deque[Notification] = deque(maxlen=NOTIFICATIONS_MAX)
         self._num_received = 0
-        self._num_refused = 0
         limits = http_server.ServerLimits(max_requests=MAX_REQUESTS, deadline_s=REQUEST_TIMEOUT_S)
         self._server = http_server.BoundedServer(("127.0.0.1", 0), _handler_for(self), limits)
         self._thread = http_server.ServerThread(self._server, "webhook-receiver")
@@ -85,11 +84,6 @@ class WebhookReceiver:
     def url(self) -> str:
         """Address to give to Alertmanager."""
         return f"{self._server.base_url}/"
-
-    @property
-    def num_refused(self) -> int:
-        """Requests that were not a notification."""
-        return self._num_refused
 
     @property
     def num_dropped(self) -> int:
@@ -119,8 +113,6 @@ class WebhookReceiver:
         try:
             notification = parse_notification(body)
         except ValueError:
-            with self._changed:
-                self._num_refused += 1
             return False
         with self._changed:
             self._num_received += 1

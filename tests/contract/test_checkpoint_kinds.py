@@ -332,6 +332,22 @@ def test_a_tensor_without_gradient_that_changes_is_copied_each_time() -> None:
     held.slots.close()
 
 
+def test_a_tensor_that_was_trained_in_between_is_copied_again() -> None:
+    """Frozen, trained, put back to the same bytes, frozen: the slot holds what was trained, not what was before."""
+    held = Slots(nn.Linear(256, 256).requires_grad_(False))
+    held.capture(1)
+    original = held.first_bytes()
+    held.model.requires_grad_(True)
+    held.model.weight.data.mul_(0.5)  # type: ignore[operator,union-attr]  # a Linear
+    held.capture(2)
+    assert held.first_bytes() != original
+    held.model.weight.data.mul_(2.0)  # type: ignore[operator,union-attr]  # exact in binary: the same bytes again
+    held.model.requires_grad_(False)
+    held.capture(3)
+    assert held.first_bytes() == original
+    held.slots.close()
+
+
 class Subclass(torch.Tensor):
     """Somebody's own tensor type."""
 

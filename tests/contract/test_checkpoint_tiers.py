@@ -241,12 +241,15 @@ def test_optimizer_state_that_appears_later_gives_a_new_layout(tmp_path: Path) -
     """AdamW's moments exist only after the first step; slots too small for them are refused, not overrun."""
     state = build(1)
     capturer = Capturer(state)
-    before = capturer.build_layout()
+    capturer.refresh()
+    before = capturer.layout
     small = SlotFile.create(*capturer.required_bytes(), name="nvrx-test")
     step(state)
-    after = capturer.build_layout()
+    capturer.refresh()
+    after = capturer.layout
     assert after.hash != before.hash and after.data_bytes > small.data_bytes
-    assert capturer.build_layout() is after
+    capturer.refresh()
+    assert capturer.layout is after
     with pytest.raises(Exception, match="cannot take"):
         capturer.capture(small, 0, generation=1, step=1, durable=False, now_mono_ns=1)
     assert small.headers() == [None] * 3

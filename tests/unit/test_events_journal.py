@@ -114,13 +114,15 @@ def test_the_writer_recovers_when_the_disk_does(tmp_path: Path) -> None:
     blocker.write_text("in the way")
     records = exception_story().records
     writer = JournalWriter(blocker, RUN, 1)
+    errors: list[str] = []
+    writer.on_error = errors.append
     for record in records:
         writer.append(record)
     assert not writer.sync(0.05)
     blocker.unlink()
     assert writer.sync(SYNC_S)
     assert writer.num_errors >= 1
-    assert writer.last_error
+    assert len(errors) == writer.num_errors
     assert list(read_journal(blocker)) == records
     writer.close(SYNC_S)
 
@@ -249,3 +251,19 @@ def test_nothing_is_written_after_close(tmp_path: Path) -> None:
     writer.close(SYNC_S)
     assert not writer.append(exception_story().records[0])
     assert writer.num_dropped == 1
+
+
+def test_a_snapshot_larger_than_a_segment_does_not_fill_it(tmp_path: Path) -> None:
+    """Each record would begin a segment of its own otherwise, as large as the snapshot."""
+    records = exception_story().records
+    writer = JournalWriter(tmp_path, RUN, 1, limits=TelemetryLimits(journal_segment_bytes=100))
+    writer.append(records[0])
+    assert writer.sync(SYNC_S) and writer.is_full
+    folds = {"large": {"shape": "1", "state": "x" * 10_000}}
+    writer.rotate(Snapshot(last=(records[0].epoch, records[0].seq), folds=folds))
+    writer.append(records[1])
+    assert writer.sync(SYNC_S) and not writer.is_full
+    for record in records[2:] * 10:
+        writer.append(record)
+    assert writer.sync(SYNC_S) and writer.is_full
+    assert writer.close(SYNC_S)
