@@ -44,11 +44,12 @@ def fire(text: str, actions: Actions) -> None:
 
 
 CHILD = """
-import sys, threading
+import signal, sys, threading
 from nvrx_sre.faults import injection
 from nvrx_sre.faults.plan import FaultSpec
 class Actions:
     rank, run_dir, launcher_pid = 0, None, 0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell hands it down ignored
 def turn():
     for _ in range(3):
         sys.stdout.write("turn\\n"); sys.stdout.flush()
