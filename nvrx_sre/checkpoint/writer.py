@@ -189,6 +189,7 @@ class Writer:
                 seconds=seconds(self._clock.monotonic_ns() - started_ns),
                 reason="",
                 message="",
+                attempt=message.attempt,
             )
         )
 
@@ -203,6 +204,7 @@ class Writer:
                 seconds=seconds(self._clock.monotonic_ns() - started_ns),
                 reason=reason.value,
                 message=text[:MESSAGE_CHARACTERS_MAX],
+                attempt=message.attempt,
             )
         )
 

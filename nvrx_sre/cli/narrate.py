@@ -128,6 +128,15 @@ def _rank_excluded(record: Record, event: schema.RankExcluded) -> Line:
     return Line(f"device {event.device} excluded, on with {event.world_size} ranks: {event.reason}", BAD)
 
 
+def _node_joined(record: Record, event: schema.NodeJoined) -> Line:
+    missing = f", {event.missing} still missing" if event.missing else ""
+    return Line(f"node {event.node} joined as node {event.node_rank}{missing}", PLAIN)
+
+
+def _node_lost(record: Record, event: schema.NodeLost) -> Line:
+    return Line(f"node {event.node} lost with {event.ranks} ranks: {event.reason}", BAD)
+
+
 def _deadline_chosen(record: Record, event: schema.DeadlineChosen) -> Line:
     limit = f"deadline of {event.phase} is {duration_text(event.limit_s)} now"
     return Line(f"{limit} (p99 {duration_text(event.p99_s)}): {event.reason}", FAINT)
@@ -230,6 +239,8 @@ _TELLERS: dict[type[schema.Event], Callable[[Record, Any], Line | None]] = {
     schema.RestartDecided: _restart_decided,
     schema.RankReplaced: _rank_replaced,
     schema.RankExcluded: _rank_excluded,
+    schema.NodeJoined: _node_joined,
+    schema.NodeLost: _node_lost,
     schema.DeadlineChosen: _deadline_chosen,
     schema.DecisionUnrecorded: _decision_unrecorded,
     schema.StateRestored: _state_restored,

@@ -30,6 +30,11 @@ def device_id(node: str, local_rank: int, gpu_uuid: str | None = None) -> str:
     return f"{node}/{gpu_uuid}" if gpu_uuid else f"{node}/{local_rank}"
 
 
+def node_of(device: str) -> str:
+    """Node of a device's identity."""
+    return device.rpartition("/")[0]
+
+
 def random_hex(num_bytes: int) -> str:
     """Random id in hex, `2 * num_bytes` characters (trace ids: 16 bytes, span ids: 8)."""
     return secrets.token_hex(num_bytes)

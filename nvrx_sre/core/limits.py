@@ -131,6 +131,27 @@ class DeadlineTuning:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeLimits:
+    """Several nodes: how long launchers wait for each other. Seconds."""
+
+    lease_s: float = 10.0
+    """A launcher that was not heard of for this long is lost to the other; they speak every second."""
+    join_s: float = 600.0
+    """How long a leader with too few nodes waits for more, and a follower looks for its leader at the start."""
+    grace_s: float = 30.0
+    """With enough nodes there: how long the others are waited for, at the start and after a loss."""
+    leader_lost_s: float = 30.0
+    """How long a follower that has lost its leader looks for it, since it was last heard of."""
+
+    def __post_init__(self) -> None:
+        if self.lease_s < 2:
+            raise UserError(f"nodes lease_s is {self.lease_s:g}: use 2 seconds or more, launchers speak every second")
+        for item in fields(self):
+            if getattr(self, item.name) < 0:
+                raise UserError(f"nodes {item.name} is {getattr(self, item.name):g}: use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TelemetryLimits:
     """Bounds on telemetry's own memory and time."""
 
@@ -157,6 +178,7 @@ class Limits:
     caps: CapLimits = field(default_factory=CapLimits)
     deadlines: Deadlines = field(default_factory=Deadlines)
     tuning: DeadlineTuning = field(default_factory=DeadlineTuning)
+    nodes: NodeLimits = field(default_factory=NodeLimits)
     telemetry: TelemetryLimits = field(default_factory=TelemetryLimits)
 
     def flattened(self) -> dict[str, float]:

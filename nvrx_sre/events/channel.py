@@ -220,7 +220,7 @@ class Finished(Message):
 class WriterProgress(Message):
     """The writer's report on the save of `step`. `stage`: written, committed, verified, failed.
 
-    `reason` is a `schema.SaveFailure` when `stage` is failed, else ''.
+    `reason` is a `schema.SaveFailure` when `stage` is failed, else ''. `attempt`: that of the `WriteSave`.
     """
 
     step: int
@@ -230,6 +230,7 @@ class WriterProgress(Message):
     seconds: float
     reason: str
     message: str
+    attempt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,6 +267,25 @@ class RankExcluded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeJoined(Event):
+    """The launcher of another node is there, at the start or back after a loss; `missing` nodes are not."""
+
+    node: str
+    node_rank: int
+    missing: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost(Event):
+    """A node is gone, with its processes and hot slots; `ranks` of the world ran there."""
+
+    node: str
+    node_rank: int
+    reason: str
+    ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolledBack(Event):
     """The run goes on from `step`; everything above it of generations before the record's is abandoned."""
 

@@ -75,6 +75,24 @@ class Stalled(Input):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeJoined(Input):
+    """A node is there and can run children. `name`: of its host; the leader's own node never joins."""
+
+    node: int
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost(Input):
+    """A node is gone, with its children and its hot slots. `Exited` of each of its children follows."""
+
+    node: int
+    reason: str
+    mono_ns: int
+    """When it was last heard of."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tick(Input):
     """Time passed; sent whenever `Machine.next_deadline_ns()` is reached."""
 
@@ -86,7 +104,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Spawn(Command):
-    """Start a child. The shell answers with `Spawned`, or `Exited` with code 127 if it could not.
+    """Start a child on `node`. The shell answers with `Spawned`, or `Exited` with code 127 if it could not.
 
     `local_rank` and `world_size` go with `rank`: what it is told of them before the call of its training function.
     """
@@ -97,6 +115,7 @@ class Spawn(Command):
     attempt: int
     local_rank: int = 0
     world_size: int = 0
+    node: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +192,10 @@ class GrantSlots(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class DropSlots(Command):
-    """Every hot slot of the node is lost (`node_kill`), or is of another world; `num_ranks` of the node come next."""
+    """Every hot slot of `node` is lost (`node_kill`), or is of another world; `num_ranks` of the node come next."""
 
     num_ranks: int
+    node: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +215,10 @@ class StrandSlots(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class StartSave(Command):
-    """Hold the slots and tell the writer to write `step`. `captured_mono_ns` is the newest seal.
+    """Hold the slots and tell the writers to write `step`. `captured_mono_ns` is the newest seal.
 
-    The shell answers with writer messages as `FromChild`.
+    `nodes[rank]`: where the slots of a rank lie; the writer of each of these nodes takes part, that of rank 0's
+    commits. The shell answers with writer messages as `FromChild`.
     """
 
     step: int
@@ -205,6 +226,19 @@ class StartSave(Command):
     world_size: int
     slots: tuple[int, ...]
     captured_mono_ns: int
+    nodes: tuple[int, ...] = ()
+    """() where there is one node."""
+    attempt: str = ""
+    """Name on which several writers agree, '' for one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndAttempt(Command):
+    """A writer is gone that others share a save with: they must not wait for its part."""
+
+    step: int
+    generation: int
+    attempt: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,3 +302,29 @@ class Stop(Command):
     exit_code: int
     reason: str
     result: dict[str, Any]
+
+
+# --- what the leader's shell makes of these for one node ---------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell(Command):
+    """Send `message` to the child."""
+
+    child: int
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class TellWriter(Command):
+    """Send `message` to the node's writer, if it lives."""
+
+    message: Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldSlots(Command):
+    """The writer reads slot `slots[i]` of rank `first_rank + i` from now on."""
+
+    first_rank: int
+    slots: tuple[int, ...]

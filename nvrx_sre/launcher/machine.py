@@ -4,8 +4,8 @@
 
 Parts, each with one job: `Roster` (children and seats), `Generation` (formed, restored, finished), `Commits`
 (which steps count), `Saves` (the writer), `Progress` (deadlines, blame), `Faults` (root cause, decision),
-`Recovery` (to the next generation), `Shutdown` (the end). This facade routes inputs to them and holds what
-concerns several.
+`Recovery` (to the next generation), `Nodes` (who is there), `Shutdown` (the end). This facade routes inputs to them
+and holds what concerns several.
 
 Invariants: a message counts only if its sender runs in the open generation (fencing); one root fault a
 generation; generations rise strictly; deadlines are judged on `Tick` alone, after the shell drained every
@@ -41,6 +41,7 @@ from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_faults import Faults, RootFault
 from nvrx_sre.launcher.machine_generation import Generation
 from nvrx_sre.launcher.machine_job import Job, MachineConfig, MachineStart, Stage
+from nvrx_sre.launcher.machine_nodes import Nodes
 from nvrx_sre.launcher.machine_progress import Progress
 from nvrx_sre.launcher.machine_rank_saves import RankSaves
 from nvrx_sre.launcher.machine_recovery import Recovery
@@ -69,6 +70,7 @@ class Machine:
         self._generation = Generation(self._job, self._roster, self._commits, self._saves, self._progress)
         self._faults = Faults(self._job, self._commits)
         self._recovery = Recovery(self._job, self._roster, self._commits, self._saves, self._progress)
+        self._nodes = Nodes(self._job, self._roster, self._saves, self._recovery)
         self._shutdown = Shutdown(self._job, self._roster, self._commits, self._saves)
         self._is_interrupted = False
         self._looks_again = False
@@ -80,6 +82,8 @@ class Machine:
             c.SignalReceived: self._on_signal,
             c.HaltSeen: self._on_halt,
             c.Stalled: self._on_stalled,
+            c.NodeJoined: lambda item, now_ns: self._nodes.join(item.node, item.name, now_ns),
+            c.NodeLost: self._on_node_lost,
             c.Tick: self._on_tick,
         }
         self._messages: dict[type[wire.Message], Callable[[Child, Any, int], None]] = {
@@ -98,7 +102,7 @@ class Machine:
             wire.Injected: self._on_injected,
             wire.SlotsWanted: self._on_slots_wanted,
             wire.Retired: self._on_retired,
-            wire.WriterProgress: lambda child, message, now_ns: self._saves.on_progress(message, now_ns),
+            wire.WriterProgress: self._saves.on_progress,
             wire.RankSave: lambda child, message, now_ns: self._rank_saves.on_report(message),
         }
 
@@ -128,9 +132,11 @@ class Machine:
         return self._commits.losses()
 
     def start(self, now_ns: int) -> list[c.Command]:
-        """Start all children. Call once, first."""
+        """Start all children of this node. Call once, first."""
+        self._nodes.start(now_ns)
         for rank in range(self._job.world_size):
-            self._roster.spawn(Role.WORKER, rank, now_ns)
+            if self._job.node(rank) not in self._job.absent:
+                self._roster.spawn(Role.WORKER, rank, now_ns)
         self._saves.start_writer(now_ns)
         self._recovery.refill_standbys(now_ns)
         return self._job.take()
@@ -155,6 +161,7 @@ class Machine:
             self._commits.deadline_ns(),
             self._saves.deadline_ns(),
             self._recovery.deadline_ns(),
+            self._nodes.deadline_ns(),
             self._shutdown.deadline_ns(),
             self._faults.deadline_ns() if self._job.stage is Stage.OPEN else None,
             self._roster.alarm.due_ns,
@@ -183,6 +190,8 @@ class Machine:
             child.rank,
             self._job.pending,
         )
+        if child.state is not ChildState.STARTING:
+            return  # killed, or told to leave, before it was there
         self._recovery.on_spawned(child)
         if child.rank is not None:
             entered = PhaseEntered(phase=Phase.INIT, entered_ns=self._job.wall_ns(now_ns))
@@ -202,7 +211,7 @@ class Machine:
         rank = child.rank if child.rank is not None and self._roster.in_seat(child.rank) is child else None
         self._roster.remove(child)
         if child.role is Role.WRITER:
-            self._saves.on_writer_death(now_ns)
+            self._saves.on_writer_death(child, now_ns)
         elif self._job.stage is Stage.STOPPING:
             return
         elif child.role is Role.STANDBY:
@@ -329,16 +338,33 @@ class Machine:
             )
 
     def _on_node_kill(self, child: Child, message: wire.NodeKill, now_ns: int) -> None:
-        """The node is lost: every process of ours on it, and every hot slot."""
+        """The child's node loses every process of ours, and every hot slot."""
         fault = self._faults.on_node_kill(child, message.mono_ns)
         decision = self._faults.detect(fault, now_ns)
         for item in self._roster:
-            self._roster.kill(item, "the node is lost", now_ns)
+            if item.node == child.node:
+                self._roster.kill(item, "the node is lost", now_ns)
+        self._lose_slots(child.node)
+        self._carry_out(fault, decision, now_ns)
+
+    def _on_node_lost(self, item: c.NodeLost, now_ns: int) -> None:
+        """A node is gone: a fault, unless it had no part in the attempt at hand."""
+        had_ranks = item.node in self._job.nodes
+        lost = self._nodes.lose(item.node, item.reason, now_ns)
+        if had_ranks:
+            self._lose_slots(item.node)
+        root = lost[0] if lost else None
+        if root is None or root.rank is None or self._job.stage is Stage.STOPPING:
+            return
+        if self._job.stage is Stage.OPEN or root.serial == self._job.fault_serial:
+            self._fault(self._faults.on_node_lost(root, item.reason, item.mono_ns), now_ns)
+
+    def _lose_slots(self, node: int) -> None:
+        """What ranks of `node` held in memory is gone: nothing is sealed on all ranks any more."""
         self._saves.lose("the node was lost")
         self._commits.forget_sealed()
-        self._job.command(c.DropSlots(num_ranks=self._job.world_size))
+        self._job.command(c.DropSlots(num_ranks=self._job.nodes.count(node), node=node))
         self._job.hot_allowed = False
-        self._carry_out(fault, decision, now_ns)
 
     # --- faults ---------------------------------------------------------------------------------------------
 
@@ -409,6 +435,9 @@ class Machine:
             self._judge(now_ns)
         if self._job.stage is Stage.FORMING:
             self._recovery.on_tick(now_ns)
+            missing = self._nodes.on_tick(now_ns)
+            if missing:
+                self._shutdown.stop(ExitCode.RETRYABLE, missing, now_ns)
         self._looks_again = True
 
     def _judge(self, now_ns: int) -> None:

@@ -152,6 +152,19 @@ class Faults:
             min_layer=Layer.WORKER,
         )
 
+    def on_node_lost(self, child: Child, reason: str, mono_ns: int) -> RootFault:
+        """A node is gone with all that ran there; `child` had the lowest of its ranks."""
+        return RootFault(
+            fault=FaultClass.NODE_LOST,
+            detector=Detector.DEADLINE,
+            root=child,
+            phase=child.phase,
+            step=child.step + 1 if is_in_loop(child) else child.step,
+            evidence_ns=mono_ns,
+            message=reason,
+            min_layer=Layer.WORKER,
+        )
+
     def on_disagreement(self, now_ns: int) -> RootFault:
         """Ranks restored different states."""
         return RootFault(

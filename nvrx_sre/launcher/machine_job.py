@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from nvrx_sre.core.ids import device_id
+from nvrx_sre.core.ids import device_id, node_of
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.events.schema import Event
 from nvrx_sre.launcher.commands import Command, Emit, PublishSealed, StrandSlots
@@ -50,13 +50,26 @@ class MachineConfig:
     """A due save that finds the writer busy makes the ranks wait, rather than being skipped."""
     node: str = "node"
     """Name of this node, for device identities."""
+    num_nodes: int = 1
+    """Nodes that share the ranks evenly, in their order; this one is node 0, the others join."""
     hot_every: int | None = 1
     """Steps between hot captures, 0 for none, None to have it chosen by measurement."""
 
     @property
+    def ranks_per_node(self) -> int:
+        """Ranks of each node while none is excluded."""
+        return self.world_size // self.num_nodes
+
+    @property
     def devices(self) -> tuple[str, ...]:
-        """Identities of the node's devices, by local index."""
-        return tuple(device_id(self.node, index) for index in range(self.world_size))
+        """Identities of all devices, node by node, by local index; nodes that have not joined are called by number."""
+        names = [self.node, *(unknown_node(number) for number in range(1, self.num_nodes))]
+        return tuple(device_id(name, index) for name in names for index in range(self.ranks_per_node))
+
+
+def unknown_node(number: int) -> str:
+    """What a node is called before it has joined."""
+    return f"node-{number}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +106,21 @@ class Job:
     """Monotonic time at which `generation` was opened."""
     devices: tuple[str, ...] = ()
     """Devices of the world that is open or being formed, by rank."""
+    absent: set[int] = field(default_factory=set)
+    """Nodes that are not there."""
+    left_out: set[int] = field(default_factory=set)
+    """Nodes that the world does without, whether they have come back or not."""
     _commands: list[Command] = field(default_factory=list)
     _publish: int | None = None
     _strand: int | None = None
-    _local_ranks: dict[str, int] = field(default_factory=dict)
+    _places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Node and local index of every device, in their order."""
 
     def __post_init__(self) -> None:
+        per_node = self.config.ranks_per_node
+        self._places = {device: divmod(index, per_node) for index, device in enumerate(self.config.devices)}
+        self.absent = set(range(1, self.config.num_nodes))
         self.devices = self.devices_without("")
-        self._local_ranks = {device: index for index, device in enumerate(self.config.devices)}
 
     @property
     def world_size(self) -> int:
@@ -108,17 +128,47 @@ class Job:
         return len(self.devices)
 
     def devices_without(self, device: str) -> tuple[str, ...]:
-        """The world without `device` and those that were excluded before, in whole units."""
-        return members(self.config.devices, {device, *self.history.excluded}, self.config.world_multiple)
+        """The world without `device`, those that were excluded before and nodes that are left out, in whole units."""
+        return self.devices_of(self.left_out, device)
+
+    def devices_of(self, left_out: set[int], device: str = "") -> tuple[str, ...]:
+        """The same with the nodes of `left_out` left out."""
+        usable = (item for item, (node, _) in self._places.items() if node not in left_out)
+        return members(usable, {device, *self.history.excluded}, self.config.world_multiple)
+
+    def is_enough(self, devices: tuple[str, ...]) -> bool:
+        """A world of these devices may go on."""
+        num_least = self.config.world_size if self.config.min_world_size is None else self.config.min_world_size
+        return len(devices) >= max(1, num_least)
 
     def can_exclude(self, device: str) -> bool:
         """The world without `device` is smaller, and large enough."""
-        num_least = self.config.world_size if self.config.min_world_size is None else self.config.min_world_size
-        return device in self.devices and len(self.devices_without(device)) >= max(1, num_least)
+        return device in self.devices and self.is_enough(self.devices_without(device))
+
+    def name_node(self, node: int, name: str) -> None:
+        """The node has joined: its devices are called by its name from now on."""
+        renamed = {
+            device: device_id(name, index) for device, (of_node, index) in self._places.items() if of_node == node
+        }
+        self._places = {renamed.get(device, device): place for device, place in self._places.items()}
+        self.devices = tuple(renamed.get(device, device) for device in self.devices)
+
+    def node_name(self, node: int) -> str:
+        """What the node is called."""
+        return next(node_of(device) for device, (number, _) in self._places.items() if number == node)
 
     def local_rank(self, rank: int) -> int:
         """Index of the rank's device on its node: where it stands as long as the node does, whatever the rank."""
-        return self._local_ranks[self.devices[rank]]
+        return self._places[self.devices[rank]][1]
+
+    def node(self, rank: int) -> int:
+        """Node of the rank's device."""
+        return self._places[self.devices[rank]][0]
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Node of each rank of the world."""
+        return tuple(self._places[device][0] for device in self.devices)
 
     @property
     def pending(self) -> int:

@@ -69,6 +69,8 @@ class Recovery:
             self._backoff_until_ns = now_ns + to_ns(decision.backoff_s)
         if decision.is_excluding:
             self._exclude(decision, fault, now_ns)
+        elif was_open:
+            self.take_back_nodes(now_ns)
         if decision.layer is Layer.WORKER:
             self._kill_for_layer(fault, now_ns)
         if was_open:
@@ -81,7 +83,10 @@ class Recovery:
         if self._job.stage is not Stage.FORMING or self._backoff_until_ns is not None or self._next_devices is not None:
             return
         for rank in self._roster.vacant_ranks():
-            standby = self._roster.parked_standby()
+            node = self._job.node(rank)
+            if node in self._job.absent:
+                continue
+            standby = self._roster.parked(Role.STANDBY, node)
             if standby is None:
                 self._roster.spawn(Role.WORKER, rank, now_ns)
                 continue
@@ -92,9 +97,10 @@ class Recovery:
         """Start missing standbys."""
         if self._num_standby_failures >= MAX_STANDBY_FAILURES:
             return
-        missing = self._job.config.num_standbys - len(self._roster.spares(Role.STANDBY))
-        for _ in range(missing):
-            self._roster.spawn(Role.STANDBY, None, now_ns)
+        there = [child.node for child in self._roster.spares(Role.STANDBY)]
+        for node in sorted(set(range(self._job.config.num_nodes)) - self._job.absent):
+            for _ in range(self._job.config.num_standbys - there.count(node)):
+                self._roster.spawn(Role.STANDBY, None, now_ns, node)
 
     def on_standby_parked(self) -> None:
         """A standby is as good as it gets."""
@@ -197,19 +203,36 @@ class Recovery:
         )
 
     def _exclude(self, decision: Decision, fault: RootFault, now_ns: int) -> None:
-        """Plan the world without the root's device, and have the newest sealed step saved for it."""
+        """Plan the world without the root's device."""
         job = self._job
         device = "" if fault.root is None else fault.root.device
-        self._next_devices = job.devices_without(device)
+        devices = job.devices_without(device)
         self._backoff_until_ns = None
-        self._save_until_ns = now_ns + to_ns(job.config.limits.deadlines.final_drain_s)
         job.checkpoints_back = decision.checkpoints_back
-        num_ranks = len(self._next_devices)
         job.emit(
-            RankExcluded(device=device, reason=decision.reason, world_size=num_ranks),
+            RankExcluded(device=device, reason=decision.reason, world_size=len(devices)),
             None if fault.root is None else fault.root.rank,
         )
+        self.plan(devices, now_ns)
+
+    @property
+    def is_changing_world(self) -> bool:
+        """Another world is planned and has not begun."""
+        return self._next_devices is not None
+
+    def plan(self, devices: tuple[str, ...], now_ns: int) -> None:
+        """Another world comes next: have the newest sealed step saved for it."""
+        self._next_devices = devices
+        self._save_until_ns = now_ns + to_ns(self._job.config.limits.deadlines.final_drain_s)
         self._saves.flush(self._commits.sealed, now_ns)
+
+    def take_back_nodes(self, now_ns: int) -> None:
+        """Nodes that have come back take part from the next generation on."""
+        job = self._job
+        job.left_out &= job.absent
+        devices = job.devices_without("")
+        if devices != job.devices and self._next_devices is None:
+            self.plan(devices, now_ns)
 
     def _is_waiting_for_save(self, now_ns: int) -> bool:
         return self._next_devices is not None and not self._saves.is_idle and now_ns < self._save_until_ns
@@ -222,7 +245,8 @@ class Recovery:
         self._commits.forget_sealed()
         job.devices = devices
         job.hot_allowed = False
-        job.command(DropSlots(num_ranks=job.world_size))
+        for node in range(job.config.num_nodes):
+            job.command(DropSlots(num_ranks=job.nodes.count(node), node=node))
         for child in self._roster.reseat():
             if child.state is not ChildState.ENDING:
                 self._roster.leave(child, job.config.limits.deadlines.teardown_s, now_ns)

@@ -66,6 +66,7 @@ class Child:
     """When its deadline was set."""
     device: str = ""
     """Where it runs, '' before it has a rank."""
+    node: int = 0
 
     def arm(self, now_ns: int, limit_s: float) -> None:
         """Give it `limit_s` from now."""
@@ -151,8 +152,8 @@ class Roster:
         """Writers or standbys that are not on their way out."""
         return [item for item in self._spares.values() if item.role is role and item.state is not ChildState.ENDING]
 
-    def spawn(self, role: Role, rank: int | None, now_ns: int) -> Child:
-        """Start a child; a worker takes the seat of `rank` at once."""
+    def spawn(self, role: Role, rank: int | None, now_ns: int, node: int = 0) -> Child:
+        """Start a child; a worker takes the seat of `rank` at once, and runs where the rank's device is."""
         self._num_spawned += 1
         child = Child(
             number=self._num_spawned,
@@ -163,6 +164,7 @@ class Roster:
             alarm=self.alarm,
             progressed_ns=now_ns,
             heard_ns=now_ns,
+            node=node if rank is None else self._job.node(rank),
         )
         child.arm(now_ns, self._job.config.limits.deadlines.init_s)
         self._children[child.number] = child
@@ -180,6 +182,7 @@ class Roster:
                 attempt=child.attempt,
                 local_rank=0 if rank is None else self._job.local_rank(rank),
                 world_size=self._job.world_size,
+                node=child.node,
             )
         )
         return child
@@ -227,9 +230,9 @@ class Roster:
             )
         )
 
-    def parked_standby(self) -> Child | None:
-        """A standby that can become any rank."""
-        return next((item for item in self.spares(Role.STANDBY) if item.state is ChildState.PARKED), None)
+    def parked(self, role: Role, node: int) -> Child | None:
+        """A writer, or a standby that can become any rank of the node."""
+        return next((item for item in self.spares(role) if item.state is ChildState.PARKED and item.node == node), None)
 
     def kill(self, child: Child, reason: str, now_ns: int) -> None:
         """SIGKILL a child; its death is expected from now on."""

@@ -8,13 +8,16 @@ that still starts up owes the save without a skip. The slots stay held until the
 a writer that dies is replaced and the same save is written again; one that fails is tried again when the next is due.
 A commit above a fence of a newer generation belongs to an abandoned line and counts as failed.
 
+Over several nodes the writer of each node that has ranks takes part (`checkpoint.parts`), and all must be free; the one
+of rank 0's node commits. One that fails, or dies, ends the attempt for all of them.
+
 Invariants: at most one save is held; its slots are released exactly once. A writer that keeps dying is
 respawned with the caps' back-off. Pure.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.channel import WriterProgress
@@ -31,10 +34,10 @@ from nvrx_sre.events.schema import (
     SkipReason,
     Tier,
 )
-from nvrx_sre.launcher.commands import ReleaseBoundary, ReleaseSlots, StartSave
+from nvrx_sre.launcher.commands import EndAttempt, ReleaseBoundary, ReleaseSlots, StartSave
 from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_job import Job, Stage
-from nvrx_sre.launcher.machine_roster import Child, ChildState, Roster
+from nvrx_sre.launcher.machine_roster import Child, Roster
 from nvrx_sre.launcher.machine_seals import Committed, Sealed
 
 MAX_REDONE = 2
@@ -46,7 +49,12 @@ class _Save:
     """The save whose slots are held."""
 
     sealed: Sealed
-    world_size: int
+    nodes: tuple[int, ...]
+    """Node of each rank."""
+    attempt: str = ""
+    """What its writers agreed on, '' for one writer."""
+    written: dict[int, WriterProgress] = field(default_factory=dict)
+    """What is on the disk of each writer's share."""
     is_committed: bool = False
     is_abandoned: bool = False
     is_reported: bool = False
@@ -69,7 +77,8 @@ class Saves:
         """A due save was not taken: the newest sealed step is, as soon as the writer is free."""
         self._num_deaths = 0
         self._is_closing = False
-        self._respawn_ns: int | None = None
+        self._respawn_ns: dict[int, int] = {}
+        """When the writer of a node is to be started again."""
         self.committed_step = job.history.durable_step
         """Newest committed step of the run's current line, -1 if none."""
 
@@ -78,10 +87,10 @@ class Saves:
         """No save is held or waiting."""
         return self._held is None and self._flush is None
 
-    def start_writer(self, now_ns: int) -> None:
-        """Spawn the writer."""
-        self._respawn_ns = None
-        self._roster.spawn(Role.WRITER, None, now_ns)
+    def start_writer(self, now_ns: int, node: int = 0) -> None:
+        """Spawn the writer of a node."""
+        self._respawn_ns.pop(node, None)
+        self._roster.spawn(Role.WRITER, None, now_ns, node)
 
     def on_commit(self, committed: Committed, now_ns: int) -> None:
         """A step was committed: hand it over if its durable save is due, or one is owed."""
@@ -95,7 +104,7 @@ class Saves:
             self._on_due(sealed, now_ns)
 
     def _on_due(self, sealed: Sealed, now_ns: int) -> None:
-        if self._held is None and self._parked_writer() is not None:
+        if self._held is None and self._are_writers_parked():
             self._take(sealed, now_ns)
             return
         self._is_owed = True
@@ -114,7 +123,7 @@ class Saves:
 
     def poll(self, now_ns: int) -> None:
         """Hand over what waits, if a writer is parked."""
-        if self._parked_writer() is None:
+        if not self._are_writers_parked():
             return
         if self._held is not None and self._held.deadline_ns is None:
             self._hand_over(self._held, now_ns)
@@ -137,14 +146,16 @@ class Saves:
             self._held = None
             self._release(save)
 
-    def on_progress(self, message: WriterProgress, now_ns: int) -> None:
-        """The writer's report on a stage of the held save; reports on any other are stale."""
+    def on_progress(self, writer: Child, message: WriterProgress, now_ns: int) -> None:
+        """A writer's report on a stage of the held save; reports on any other are stale."""
         save = self._held
         if save is None or message.step != save.sealed.step or save.deadline_ns is None:
             return
+        if message.attempt != save.attempt:
+            return
         save.deadline_ns = now_ns + to_ns(self._job.config.limits.deadlines.save_s)
         if message.stage == "written":
-            self._emit(save, SaveWritten(step=message.step, size_bytes=message.size_bytes, seconds=message.seconds))
+            self._on_written(save, writer, message)
         elif message.stage == "committed":
             self._on_committed(save, message)
         elif message.stage == "verified":
@@ -153,8 +164,8 @@ class Saves:
             self._fail(save, failure(message.reason), message.message)
         self.poll(now_ns)
 
-    def on_writer_death(self, now_ns: int) -> None:
-        """The writer is dead: replace it, and let the new one redo what is held."""
+    def on_writer_death(self, writer: Child, now_ns: int) -> None:
+        """A writer is dead: replace it, and let the new one redo what is held."""
         self._num_deaths += 1
         self._release_boundary(self._commits.step)
         save = self._held
@@ -162,13 +173,15 @@ class Saves:
             if save is not None:
                 self._fail(save, SaveFailure.INTERRUPTED, "the run ended before the save was done")
             return
-        if save is not None and save.deadline_ns is not None:
+        if save is not None and save.deadline_ns is not None and writer.node in save.nodes:
             self._on_interrupted_save(save)
         if self._job.stage is Stage.STOPPING and self.is_idle:
             return  # nothing is left to write
+        if writer.node in self._job.absent:
+            return  # it gets another one when it comes back
         backoff = self._job.config.limits.caps.backoff_s
         wait_s = backoff[min(self._num_deaths, len(backoff)) - 1] if backoff else 0.0
-        self._respawn_ns = now_ns + to_ns(wait_s)
+        self._respawn_ns[writer.node] = now_ns + to_ns(wait_s)
         self.on_tick(now_ns)
 
     def lose(self, reason: str) -> None:
@@ -183,11 +196,11 @@ class Saves:
         self._is_closing = True
         self._is_owed = False
         self._flush = None
-        self._respawn_ns = None
+        self._respawn_ns.clear()
 
     def deadline_ns(self) -> int | None:
         """When the writer is overdue, or is to be respawned."""
-        waits = [self._respawn_ns, self._held.deadline_ns if self._held is not None else None]
+        waits = [*self._respawn_ns.values(), self._held.deadline_ns if self._held is not None else None]
         return min((item for item in waits if item is not None), default=None)
 
     def rearm(self, now_ns: int) -> None:
@@ -197,8 +210,8 @@ class Saves:
 
     def on_tick(self, now_ns: int) -> None:
         """Respawn a dead writer, kill one that is overdue."""
-        if self._respawn_ns is not None and now_ns >= self._respawn_ns:
-            self.start_writer(now_ns)
+        for node in [node for node, due_ns in self._respawn_ns.items() if now_ns >= due_ns]:
+            self.start_writer(now_ns, node)
         save = self._held
         if save is None or save.deadline_ns is None or now_ns < save.deadline_ns:
             return
@@ -215,13 +228,19 @@ class Saves:
             save,
             SaveFailed(step=save.sealed.step, tier=Tier.DURABLE, reason=SaveFailure.WRITER_DIED, message=text),
         )
+        self._end_attempt(save)
         save.num_redone += 1
         save.deadline_ns = None
+
+    def _end_attempt(self, save: _Save) -> None:
+        if save.attempt:
+            step, generation = save.sealed.step, save.sealed.generation
+            self._job.command(EndAttempt(step=step, generation=generation, attempt=save.attempt))
 
     def _take(self, sealed: Sealed, now_ns: int) -> None:
         self._is_owed = False
         self._emit_sealed(sealed)
-        self._hand_over(_Save(sealed=sealed, world_size=len(sealed.slots)), now_ns)
+        self._hand_over(_Save(sealed=sealed, nodes=self._job.nodes), now_ns)
         self._release_boundary(sealed.step)
 
     def _release_boundary(self, step: int) -> None:
@@ -232,18 +251,32 @@ class Saves:
     def _hand_over(self, save: _Save, now_ns: int) -> None:
         sealed = save.sealed
         save.deadline_ns = now_ns + to_ns(self._job.config.limits.deadlines.save_s)
+        save.written.clear()
         self._held = save
+        if len(set(save.nodes)) > 1:
+            # Never that of another hand-over, nor of another launcher: it names a directory that all of them write to.
+            save.attempt = f"{self._job.wall_ns(now_ns):x}"
         self._job.command(
             StartSave(
                 step=sealed.step,
                 generation=sealed.generation,
-                world_size=save.world_size,
+                world_size=len(save.nodes),
                 slots=sealed.slots,
                 captured_mono_ns=sealed.captured_mono_ns,
+                nodes=save.nodes,
+                attempt=save.attempt,
             )
         )
         captured_ns = self._job.wall_ns(sealed.captured_mono_ns)
         self._emit(save, SaveStarted(step=sealed.step, tier=Tier.DURABLE, captured_ns=captured_ns))
+
+    def _on_written(self, save: _Save, writer: Child, message: WriterProgress) -> None:
+        """A writer's share is on the disk; the last one's makes the save written."""
+        save.written[writer.node] = message
+        if len(save.written) == len(set(save.nodes)):
+            size_bytes = sum(item.size_bytes for item in save.written.values())
+            slowest_s = max(item.seconds for item in save.written.values())
+            self._emit(save, SaveWritten(step=message.step, size_bytes=size_bytes, seconds=slowest_s))
 
     def _on_committed(self, save: _Save, message: WriterProgress) -> None:
         self._num_deaths = 0
@@ -283,6 +316,7 @@ class Saves:
     def _fail(self, save: _Save, reason: SaveFailure, text: str) -> None:
         self._held = None
         if not save.is_committed:
+            self._end_attempt(save)
             self._release(save)
         self._report_failure(save, reason, text)
 
@@ -305,8 +339,10 @@ class Saves:
     def _emit(self, save: _Save, event: SaveWritten | SaveCommitted | SaveVerified | SaveFailed | SaveStarted) -> None:
         self._job.emit(event, generation=save.sealed.generation)
 
-    def _parked_writer(self) -> Child | None:
-        return next((item for item in self._roster.spares(Role.WRITER) if item.state is ChildState.PARKED), None)
+    def _are_writers_parked(self) -> bool:
+        """Each node that the world has ranks on has a writer that takes saves."""
+        nodes = set(self._job.nodes if self._held is None else self._held.nodes)
+        return all(self._roster.parked(Role.WRITER, node) is not None for node in nodes)
 
 
 def failure(reason: str) -> SaveFailure:

@@ -303,6 +303,8 @@ FRESH_STARTS = _counter(
 )
 NODE_FAULTS = _counter("nvrx_node_faults_total", Unit.COUNT, "Root faults whose rank ran on the node.", _NODE)
 RANKS_EXCLUDED = _counter("nvrx_ranks_excluded_total", Unit.COUNT, "Devices excluded from the run.")
+NODES_JOINED = _counter("nvrx_nodes_joined_total", Unit.COUNT, "Nodes that joined, or came back, beside the leader's.")
+NODES_LOST = _counter("nvrx_nodes_lost_total", Unit.COUNT, "Nodes that were lost, with their ranks.")
 BUDGET_USED = _gauge("nvrx_budget_used", Unit.COUNT, "Attempts counted against a retry cap.", _CAP)
 BUDGET_LIMIT = _gauge("nvrx_budget_limit", Unit.COUNT, "Retry cap in force.", _CAP)
 CAPS_REACHED = _counter("nvrx_caps_reached_total", Unit.COUNT, "Retry caps that stopped the run.", _CAP)

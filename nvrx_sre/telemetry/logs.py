@@ -57,6 +57,7 @@ _WARNINGS = (
     schema.CheckpointRejected,
     schema.TelemetryDegraded,
     schema.RankExcluded,
+    schema.NodeLost,
     schema.DecisionUnrecorded,
 )
 
@@ -152,6 +153,8 @@ _LINES: dict[type[schema.Event], Callable[[Record, Any], str]] = {
     schema.RankExcluded: lambda _, event: (
         f"device {event.device} takes no further part, {event.world_size} ranks go on: {event.reason}"
     ),
+    schema.NodeJoined: lambda _, event: f"node {event.node} joined as node {event.node_rank}",
+    schema.NodeLost: lambda _, event: f"node {event.node} lost with {event.ranks} ranks: {event.reason}",
     schema.DecisionUnrecorded: lambda _, event: (
         f"the decision was not on disk after {event.waited_s:g} s: the restart goes on without that"
     ),

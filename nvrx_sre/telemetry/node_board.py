@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nvrx_sre.core.clock import seconds
+from nvrx_sre.core.ids import node_of
 from nvrx_sre.events.schema import Event, GenerationFormed, LauncherStarted
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.labels import MemoryKind, RankMetrics, SpaceKind
 from nvrx_sre.telemetry.metric import Bound, Metric
-from nvrx_sre.telemetry.series_recovery import gpu_of, node_of
+from nvrx_sre.telemetry.series_recovery import gpu_of
 from nvrx_sre.telemetry.values import Values
 
 SUMMARY_ABOVE_RANKS = 64

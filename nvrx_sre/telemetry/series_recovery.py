@@ -9,6 +9,7 @@ import math
 
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.core.ids import node_of
 from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Action, Cap, Layer, Record, RestoredFrom, Verdict
@@ -70,6 +71,8 @@ class RecoverySeries(SeriesPart):
             schema.TeardownFinished: self._on_teardown_finished,
             schema.RankReplaced: self._on_rank_replaced,
             schema.RankExcluded: self.counting(catalog.RANKS_EXCLUDED),
+            schema.NodeJoined: self.counting(catalog.NODES_JOINED),
+            schema.NodeLost: self.counting(catalog.NODES_LOST),
             schema.RolledBack: lambda _, event: values.add(catalog.ROLLBACKS, 1, event.source),
             schema.StateRestored: self._on_state_restored,
             schema.ProgressResumed: self._on_progress_resumed,
@@ -216,11 +219,6 @@ class RecoverySeries(SeriesPart):
     def _on_run_finished(self, _: Record, event: schema.RunFinished) -> None:
         if event.exit_code == ExitCode.FINISHED:
             self._settle(RestartOutcome.RESUMED)
-
-
-def node_of(device: str) -> str:
-    """Node of a device's identity (`core.ids.device_id`)."""
-    return device.rpartition("/")[0]
 
 
 def gpu_of(device: str) -> str | None:

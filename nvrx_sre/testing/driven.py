@@ -173,9 +173,21 @@ class DrivenMachine:
             c.Exited(child=child, exit_code=exit_code, signal=signal, exited_ns=self.now_ns, oom=False, last_line="")
         )
 
-    def write(self, step: int, *stages: str, reason: str = "") -> None:
-        """The writer reports stages of the save of `step`."""
-        writer = [item.child for item in self.all(c.Spawn) if item.role is Role.WRITER][-1]
+    def join(self, node: int) -> None:
+        """The node is there."""
+        self.feed(c.NodeJoined(node=node, name=f"host{node}"))
+
+    def lose(self, node: int) -> None:
+        """The node is gone, and every child that ever started on it is dead."""
+        self.feed(c.NodeLost(node=node, reason="silent", mono_ns=self.now_ns))
+        for spawn in self.all(c.Spawn):
+            if spawn.node == node:
+                self.kill(spawn.child)
+
+    def write(self, step: int, *stages: str, reason: str = "", node: int = 0) -> None:
+        """The writer of a node reports stages of the save of `step`."""
+        writer = [item.child for item in self.all(c.Spawn) if item.role is Role.WRITER and item.node == node][-1]
+        attempt = self.all(c.StartSave)[-1].attempt if self.all(c.StartSave) else ""
         for stage in stages:
             progress = wire.WriterProgress(
                 step=step,
@@ -185,6 +197,7 @@ class DrivenMachine:
                 seconds=0.1,
                 reason=reason,
                 message="",
+                attempt=attempt,
             )
             self.say(writer, progress)
 

@@ -44,6 +44,8 @@ OWN_METRIC: dict[type[Event], tuple[Metric, tuple[str, ...]]] = {
     schema.DeadlineChosen: (catalog.PHASE_DEADLINE, ("evaluate",)),
     schema.RankReplaced: (catalog.RANK_REPLACEMENTS, ()),
     schema.RankExcluded: (catalog.RANKS_EXCLUDED, ()),
+    schema.NodeJoined: (catalog.NODES_JOINED, ()),
+    schema.NodeLost: (catalog.NODES_LOST, ()),
     schema.RolledBack: (catalog.ROLLBACKS, ("hot",)),
     schema.StateRestored: (catalog.RESTORES, ("hot",)),
     schema.ProgressResumed: (catalog.PROGRESS_RESUMED, ()),

@@ -1,0 +1,94 @@
+"""Nodes that come, go, and come back: what the world does meanwhile.
+
+Model: node 0 is the leader's own and always there; another one joins, and may be lost with everything on it. While a
+node is awaited its ranks' seats stay vacant, so no generation is opened. If the others are enough, the world does
+without it once it has had its time (`nodes.grace_s`, at the start of the run and after a loss alike); if they are not,
+the run waits for it (`nodes.join_s`) and then ends retryable. A node that comes back while the world does without it is
+taken in at the next formation.
+
+Which device is never used again is the policy's (`history.excluded`); that a node is left out is forgotten with the
+launcher. Pure.
+"""
+
+from __future__ import annotations
+
+from nvrx_sre.core.clock import to_ns
+from nvrx_sre.events.schema import NodeJoined, NodeLost, Role
+from nvrx_sre.launcher.machine_job import Job, Stage
+from nvrx_sre.launcher.machine_recovery import Recovery
+from nvrx_sre.launcher.machine_roster import Child, Roster
+from nvrx_sre.launcher.machine_saves import Saves
+
+
+class Nodes:
+    """Who is there, and who is waited for."""
+
+    def __init__(self, job: Job, roster: Roster, saves: Saves, recovery: Recovery) -> None:
+        self._job = job
+        self._roster = roster
+        self._saves = saves
+        self._recovery = recovery
+        self._since_ns = 0
+        """When the set of nodes changed last."""
+
+    def start(self, now_ns: int) -> None:
+        """The launcher begins to wait."""
+        self._since_ns = now_ns
+
+    def join(self, node: int, name: str, now_ns: int) -> None:
+        """The node is there."""
+        job = self._job
+        self._since_ns = now_ns
+        job.absent.discard(node)
+        job.name_node(node, name)
+        job.emit(NodeJoined(node=name, node_rank=node, missing=len(job.absent)), generation=job.pending)
+        if job.stage is Stage.STOPPING:
+            return
+        self._saves.start_writer(now_ns, node)
+        self._recovery.refill_standbys(now_ns)
+        if job.stage is Stage.FORMING:
+            self._recovery.take_back_nodes(now_ns)
+            self._recovery.fill(now_ns)
+
+    def lose(self, node: int, reason: str, now_ns: int) -> list[Child]:
+        """The node is gone; the children that are lost with it, workers first, by rank."""
+        job = self._job
+        self._since_ns = now_ns
+        job.absent.add(node)
+        lost = [child for child in self._roster if child.node == node]
+        name = job.node_name(node)
+        job.emit(NodeLost(node=name, node_rank=node, reason=reason, ranks=job.nodes.count(node)))
+        for child in lost:
+            self._roster.kill(child, "its node is lost", now_ns)
+        return sorted(lost, key=lambda child: (child.role is not Role.WORKER, child.rank or 0))
+
+    def deadline_ns(self) -> int | None:
+        """When waiting for nodes ends, None if none is waited for."""
+        if self._job.stage is not Stage.FORMING or not self._awaited() or self._recovery.is_changing_world:
+            return None
+        return self._since_ns + to_ns(self._patience_s())
+
+    def on_tick(self, now_ns: int) -> str:
+        """Go on without the nodes that had their time; why the run cannot, '' if it can."""
+        due_ns = self.deadline_ns()
+        if due_ns is None or now_ns < due_ns:
+            return ""
+        awaited = sorted(self._awaited())
+        if not self._is_enough_there():
+            shown = ", ".join(map(str, awaited))
+            return f"node {shown} did not come within {self._patience_s():g} s"
+        self._job.left_out |= self._job.absent
+        self._recovery.plan(self._job.devices_without(""), now_ns)
+        return ""
+
+    def _awaited(self) -> set[int]:
+        """Nodes of the world that are not there."""
+        return self._job.absent & set(self._job.nodes)
+
+    def _is_enough_there(self) -> bool:
+        job = self._job
+        return job.is_enough(job.devices_of(job.left_out | job.absent))
+
+    def _patience_s(self) -> float:
+        limits = self._job.config.limits.nodes
+        return limits.grace_s if self._is_enough_there() else limits.join_s
