@@ -219,7 +219,8 @@ def _budget_reset(record: Record, event: schema.BudgetReset) -> Line:
 
 
 def _leader_lost(record: Record, event: schema.LeaderLost) -> Line:
-    return Line(f"the launcher of epoch {event.lost_epoch} ended without saying so", WARN)
+    age = duration_text(max(0.0, seconds(record.time_ns - event.last_seen_ns)))
+    return Line(f"the launcher of epoch {event.lost_epoch} ended without saying so, its last record is {age} old", WARN)
 
 
 def _journal_repaired(record: Record, event: schema.JournalRepaired) -> Line:

@@ -22,7 +22,7 @@ from typing import Any
 MAX_PACKET_BYTES = 64 * 1024
 """Largest packet; longer texts are cut by the sender. Well below the kernel's default socket buffer."""
 CHANNEL_FD_VARIABLE = "NVRX_SRE_CHANNEL_FD"
-"""Environment variable that hands a child its end of the channel."""
+"""Environment variable that hands a process that the launcher executes its end of the channel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +79,16 @@ class Entered(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Alive(Message):
-    """Liveness: the interpreter turns. `progress` counts points passed in this generation."""
+    """Liveness: the interpreter turns. `progress` counts points passed in this generation.
+
+    `num_dropped` is how many messages of this process found no room so far.
+    """
 
     generation: int
     step: int
     progress: int
     mono_ns: int
+    num_dropped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,10 +388,37 @@ class Leave(Message):
     reason: str = field(default="")
 
 
+# --- launcher and fork server -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork(Message):
+    """To the fork server: start a child. Its end of its channel and its log come as descriptors beside this message.
+
+    A writer gets `arguments` as its own, any other child runs them as the user's code. `environment`: what the child
+    has beside the server's. `name` is what `ps` shows, at most 15 characters.
+    """
+
+    child: int
+    role: str
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forked(Message):
+    """From the fork server: `pid` is a child of the launcher now; 0: there is none, and `error` says why."""
+
+    child: int
+    pid: int
+    error: str = ""
+
+
 MESSAGE_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
 
 _STEP = struct.Struct("=cIQQddddQd?b?QQQ")
-_ALIVE = struct.Struct("=cIQQQ")
+_ALIVE = struct.Struct("=cIQQQQ")
 _SEALED = struct.Struct("=cIQbQ")
 _STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))
 _ALIVE_FIELDS = tuple(item.name for item in dataclasses.fields(Alive))
@@ -404,7 +435,7 @@ def encode(message: Message) -> bytes:
     if isinstance(message, Step):
         return pack_step(*(getattr(message, name) for name in _STEP_FIELDS))
     if isinstance(message, Alive):
-        return _ALIVE.pack(b"A", message.generation, message.step, message.progress, message.mono_ns)
+        return _ALIVE.pack(b"A", *(getattr(message, name) for name in _ALIVE_FIELDS))
     if isinstance(message, Sealed):
         return _SEALED.pack(b"L", message.generation, message.step, message.slot, message.mono_ns)
     packet = json.dumps({"type": type(message).__name__, **dataclasses.asdict(message)}).encode()

@@ -229,7 +229,13 @@ class RankControl:
                 wire.Entered(generation=self._generation, phase=phase, step=self.step, mono_ns=entered_ns)
             )
         self.channel.send_nowait(
-            wire.Alive(generation=self._generation, step=self.step, progress=self.progress, mono_ns=now_ns)
+            wire.Alive(
+                generation=self._generation,
+                step=self.step,
+                progress=self.progress,
+                mono_ns=now_ns,
+                num_dropped=self.channel.num_dropped,
+            )
         )
 
     def _receive(self) -> None:

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
 from nvrx_sre.core import http_server
 from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.secret_files import is_one_of, read_secret_lines
 from nvrx_sre.core.tls import is_loopback, server_context
+from nvrx_sre.telemetry import exposition
 
 MAX_REQUESTS = 32
 """Requests served at a time; further connections are closed. Scrapes wait for one rendering that they share."""
@@ -219,8 +219,8 @@ class MetricsServer:
     def _respond_metrics(self, accept: str) -> tuple[int, str, bytes]:
         if not self._ready():
             return 503, "text/plain; charset=utf-8", b"replaying the journal\n"
-        encode, content_type = choose_encoder(accept)
-        return 200, content_type, self._renderings.get(content_type, lambda: encode(self._registry))
+        kind = exposition.content_type_for(accept)
+        return 200, kind, self._renderings.get(kind, lambda: exposition.write(self._registry.collect(), kind))
 
     def note_scrape(self) -> None:
         """A scrape was answered completely."""

@@ -39,7 +39,8 @@ from nvrx_sre.telemetry.metrics import MetricSources
 from nvrx_sre.telemetry.node_board import NodeBoard
 from nvrx_sre.telemetry.otlp import OtlpSink
 from nvrx_sre.telemetry.redact import Redactor, blanked
-from nvrx_sre.telemetry.spans import FinishedSpan, SpanFile
+from nvrx_sre.telemetry.span_file import SpanFile
+from nvrx_sre.telemetry.spans import FinishedSpan
 from nvrx_sre.telemetry.values import Values
 
 SCRAPE_SYNC_S = 2.0

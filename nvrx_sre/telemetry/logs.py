@@ -163,7 +163,10 @@ _LINES: dict[type[schema.Event], Callable[[Record, Any], str]] = {
     ),
     schema.HaltRequested: lambda _, event: f"halt requested: {event.reason}",
     schema.CapReached: lambda _, event: f"retry cap {event.cap} reached ({event.used} of {event.limit})",
-    schema.LeaderLost: lambda _, event: f"launcher of epoch {event.lost_epoch} was lost",
+    schema.LeaderLost: lambda record, event: (
+        f"launcher of epoch {event.lost_epoch} was lost; "
+        f"its last record is {max(0.0, seconds(record.time_ns - event.last_seen_ns)):.1f} s old"
+    ),
     schema.ReplayDiverged: lambda _, event: f"step {event.step} differs from its first execution",
 }
 

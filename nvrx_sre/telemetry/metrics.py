@@ -36,10 +36,13 @@ from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import Component
+from nvrx_sre.telemetry.exposition import Labels
 from nvrx_sre.telemetry.metric import RUN_LABEL, Metric, MetricType, Scope
 from nvrx_sre.telemetry.series import SeriesFold
 from nvrx_sre.telemetry.values import Histogram, Values
 
+MAX_LABEL_SETS = 4096
+"""Label sets of a family whose text is kept; more than a run has series. Pods come and go in a long one."""
 _LIVE_COUNTERS = frozenset({catalog.WALL_SECONDS.name})
 """Job counters that no record feeds."""
 
@@ -86,6 +89,7 @@ class MetricsFold(Collector):
         self.fold = SeriesFold(ledger, tracker, limits or Limits())
         """The state behind the series, for snapshots."""
         self._synced = self.fold.values.copy()
+        self._label_sets: dict[str, dict[tuple[str, ...], Labels]] = {}
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -152,13 +156,35 @@ class MetricsFold(Collector):
                 family.add_sample(metric.name, {RUN_LABEL: self._run, **info}, 1.0)
         elif metric.type is MetricType.HISTOGRAM:
             for labels, histogram in values.histograms[metric.name].items():
-                _add_histogram(family, metric, self._labels(metric, labels), histogram)
+                self._add_histogram(family, metric, labels, histogram)
         else:
             for labels, value in values.numbers[metric.name].items():
                 family.add_sample(metric.name, self._labels(metric, labels), value)
 
-    def _labels(self, metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
-        return {RUN_LABEL: self._run, **dict(zip(metric.label_names, values, strict=True))}
+    def _add_histogram(self, family: Family, metric: Metric, labels: tuple[str, ...], histogram: Histogram) -> None:
+        total = 0
+        for bound, count, exemplar in zip(
+            (*metric.buckets, float("inf")), histogram.counts, histogram.exemplars, strict=True
+        ):
+            total += count
+            shown = (
+                None if exemplar is None else Exemplar({"trace_id": exemplar.trace_id}, exemplar.value, exemplar.time_s)
+            )
+            of_bucket = self._labels(metric, (*labels, _bound(bound)))
+            family.add_sample(f"{metric.name}_bucket", of_bucket, float(total), exemplar=shown)
+        family.add_sample(f"{metric.name}_sum", self._labels(metric, labels), histogram.sum)
+        family.add_sample(f"{metric.name}_count", self._labels(metric, labels), float(total))
+
+    def _labels(self, metric: Metric, values: tuple[str, ...]) -> Labels:
+        """Labels of a series; a histogram's bucket has one value more."""
+        known = self._label_sets.setdefault(metric.name, {})
+        labels = known.get(values)
+        if labels is None:
+            if len(known) >= MAX_LABEL_SETS:
+                known.clear()
+            names = (RUN_LABEL, *metric.label_names, "le")[: 1 + len(values)]
+            labels = known[values] = Labels(dict(zip(names, (self._run, *values), strict=True)))
+        return labels
 
 
 def family_of(metric: Metric) -> Family:
@@ -167,18 +193,6 @@ def family_of(metric: Metric) -> Family:
     if metric.type in (MetricType.GAUGE, MetricType.HISTOGRAM):
         name = metric.name
     return Family(name, metric.help, metric.type.value)
-
-
-def _add_histogram(family: Family, metric: Metric, labels: dict[str, str], histogram: Histogram) -> None:
-    total = 0
-    for bound, count, exemplar in zip(
-        (*metric.buckets, float("inf")), histogram.counts, histogram.exemplars, strict=True
-    ):
-        total += count
-        shown = None if exemplar is None else Exemplar({"trace_id": exemplar.trace_id}, exemplar.value, exemplar.time_s)
-        family.add_sample(f"{metric.name}_bucket", {**labels, "le": _bound(bound)}, float(total), exemplar=shown)
-    family.add_sample(f"{metric.name}_sum", labels, histogram.sum)
-    family.add_sample(f"{metric.name}_count", labels, float(total))
 
 
 def _bound(value: float) -> str:

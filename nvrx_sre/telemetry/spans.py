@@ -19,16 +19,11 @@ incident goes on. Not thread-safe. Must not: read a clock.
 from __future__ import annotations
 
 import dataclasses
-import errno
-import json
-import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, Verdict
@@ -436,51 +431,3 @@ def _fault_attributes(record: Record, event: schema.FaultDetected) -> Attributes
     if event.device:
         attributes["host.name"] = event.device.rpartition("/")[0]
     return attributes
-
-
-class SpanFile:
-    """spans.jsonl: finished spans, one JSON object a line, each span once.
-
-    Private (0600). The first write cuts a torn last line and learns the ids that are there: a replay gives the
-    same ids, and the fold itself gives none twice. Raises `OSError` when the disk refuses.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: set[str] | None = None
-
-    def write(self, spans: Sequence[FinishedSpan]) -> list[FinishedSpan]:
-        """Append the spans that the file does not hold yet; those. Blocks for the write, not for the disk."""
-        if self._known is None:
-            self._known = self._read_ids()
-        new = [span for span in spans if span.span_id not in self._known]
-        if new:
-            self._append("".join(json.dumps(span.to_dict()) + "\n" for span in new).encode())
-        return new
-
-    def _append(self, content: bytes) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE_MODE)
-        try:
-            size = os.fstat(descriptor).st_size
-            try:
-                if os.write(descriptor, content) < len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                os.ftruncate(descriptor, size)  # half a line would spoil the next one
-                raise
-        finally:
-            os.close(descriptor)
-
-    def _read_ids(self) -> set[str]:
-        """Line by line: the file of a long run is larger than what a launcher should hold."""
-        found: set[str] = set()
-        if not self._path.exists():
-            return found
-        with open(self._path, "r+b") as file:
-            keep = 0
-            for line in file:
-                if line.endswith(b"\n"):
-                    keep += len(line)
-                    found.add(json.loads(line)["span_id"])
-            file.truncate(keep)
-        return found

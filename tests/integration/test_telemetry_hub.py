@@ -28,7 +28,8 @@ from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.context import run_trace_id
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
-from nvrx_sre.telemetry.spans import FinishedSpan, SpanFile
+from nvrx_sre.telemetry.span_file import SpanFile
+from nvrx_sre.telemetry.spans import FinishedSpan
 from tests.stories import RUN, Story, begin, exception_story, fallback_story, lost_launcher_story
 
 SYNC_S = 10.0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
-import stat
-from pathlib import Path
 
 import pytest
 
 from nvrx_sre.events.schema import FaultClass, Record, RestoredFrom, SaveFailed, SaveFailure, Tier
 from nvrx_sre.goodput.incidents import IncidentTracker, incident_trace_id
-from nvrx_sre.telemetry.spans import FinishedSpan, SpanFile, SpanFold, signal_name
+from nvrx_sre.telemetry.spans import FinishedSpan, SpanFold, signal_name
 from tests.stories import RUN, begin, crash_loop_story, exception_story, fallback_story, lost_launcher_story, ns
 
 
@@ -162,16 +159,3 @@ def test_ids_are_unique_and_the_same_on_every_replay() -> None:
     assert all(len(span.trace_id) == 32 and len(span.span_id) == 16 for span in spans)
     parents = {span.parent_span_id for span in spans if span.parent_span_id}
     assert parents <= {span.span_id for span in spans}
-
-
-def test_the_span_file_holds_each_span_once_across_a_replay(tmp_path: Path) -> None:
-    """A restarted launcher writes what is missing, after cutting a torn line."""
-    path = tmp_path / "spans.jsonl"
-    spans = spans_of(fallback_story().records)
-    SpanFile(path).write(spans[:5])
-    path.write_bytes(path.read_bytes()[:-3])
-    SpanFile(path).write(spans)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert sorted(line["span_id"] for line in lines) == sorted(span.span_id for span in spans)
-    assert lines[0]["status"] == "unset"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
