@@ -83,7 +83,7 @@ def _report_steps(control: RankControl, generation: int, num_steps: int, steps_p
                     now_ns,
                 )
             )
-            control.channel.send_packet_nowait(packet)
+            control.channel.send_step_nowait(packet, is_urgent=False)
     control.step = step
 
 

@@ -115,7 +115,7 @@ def _report_step(channel: Channel, step: int, mono_ns: int) -> None:
     """What a rank does for telemetry at a step boundary."""
     context.set_step(step)
     packet = pack_step(1, step, mono_ns, 0.1 * step, 0.0, 0.0, 0.0, 1024 * step, NO_LOSS, False, -1, False, 0, 0, 0)
-    channel.send_packet_nowait(packet)
+    channel.send_step_nowait(packet, is_urgent=False)
 
 
 def _share_row(num_pairs: int) -> Row:

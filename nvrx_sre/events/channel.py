@@ -5,22 +5,31 @@ SIGKILL. Two wire forms: the messages of the hot path (`Step`, `Sealed`, `Alive`
 others are JSON. Totals in `Step` are cumulative since the generation entered its step loop, so a dropped
 packet loses resolution, never time or H. `mono_ns` stamps are CLOCK_MONOTONIC of the host.
 
+A launcher that takes in steps looks at its channels every few milliseconds and is not woken by them in between: to wake
+it costs a busy sender more than all the rest of a report. What must not wait for that rings the `Doorbell`.
+
 Descriptors travel beside a message (SCM_RIGHTS), never as a number inside one.
 Must not: block a training step (`send_nowait` drops and counts), carry secrets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
+import os
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 MAX_PACKET_BYTES = 64 * 1024
 """Largest packet; longer texts are cut by the sender. Well below the kernel's default socket buffer."""
+SEND_BUFFER_BYTES = 1024 * 1024
+"""Room that a child asks the kernel for: 2,700 steps wait in it, 550 where `net.core.wmem_max` was never raised."""
 CHANNEL_FD_VARIABLE = "NVRX_SRE_CHANNEL_FD"
 """Environment variable that hands a process that the launcher executes its end of the channel."""
 
@@ -269,8 +278,16 @@ class Retired(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Doorbell(Message):
+    """The event descriptor beside this message wakes the launcher, whatever it waits for: see `Channel.doorbell`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Assign(Message):
-    """Become `rank` from `generation` on. Hot slots, if the rank has any, come as a descriptor beside it."""
+    """Become `rank` from `generation` on. Hot slots, if the rank has any, come as a descriptor beside it.
+
+    `local_world_size`: ranks of the world on this node, which is node `node_rank`.
+    """
 
     rank: int
     local_rank: int
@@ -278,6 +295,8 @@ class Assign(Message):
     generation: int
     slot_data_bytes: int
     slot_blob_bytes: int
+    local_world_size: int
+    node_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +308,8 @@ class Go(Message):
     exhausted list is an error rather than a fresh start. `passes`: planned fault -> passes already fired.
     `hot_every`: steps between hot captures, 0 for none, until a `HotInterval` says otherwise. `epoch`: the launcher's,
     for saves that the ranks commit themselves.
-    The store is the generation's own c10d TCPStore, hosted by the launcher.
+    The store is the generation's own c10d TCPStore, hosted by the launcher. `interface`: the one over which ranks of
+    several nodes meet, '' for that of the environment.
     """
 
     generation: int
@@ -301,6 +321,7 @@ class Go(Message):
     passes: dict[str, int]
     hot_every: int
     epoch: int = 0
+    interface: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,9 +446,8 @@ _ALIVE_FIELDS = tuple(item.name for item in dataclasses.fields(Alive))
 _SEALED_FIELDS = tuple(item.name for item in dataclasses.fields(Sealed))
 
 
-def pack_step(*values: int | float | bool) -> bytes:
-    """Wire form of a `Step` from its fields in their order: a rank pays for no object at a step boundary."""
-    return _STEP.pack(b"S", *values)
+pack_step: Callable[..., bytes] = functools.partial(_STEP.pack, b"S")
+"""Wire form of a `Step` from its fields in their order: a rank pays for no object and no call at a step boundary."""
 
 
 def encode(message: Message) -> bytes:
@@ -474,21 +494,29 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.num_dropped = 0
+        self.doorbell: int | None = None
+        """Descriptor (eventfd) that is rung after each message that the other end should not be late for."""
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
         """Send and wait for room; False if the other end is gone."""
-        return self._send(encode(message), descriptors, 0)
+        return self._send(encode(message), descriptors, 0) and self._ring()
 
     def send_nowait(self, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
         """Send without blocking; False (and counted in `num_dropped`) if there is no room or no peer."""
-        return self._send(encode(message), descriptors, socket.MSG_DONTWAIT)
+        is_sent = self._send(encode(message), descriptors, socket.MSG_DONTWAIT)
+        return is_sent and (type(message) is Alive or self._ring())
 
-    def send_packet_nowait(self, packet: bytes) -> bool:
-        """`send_nowait` of a message that is packed already."""
-        return self._send(packet, (), socket.MSG_DONTWAIT)
+    def send_step_nowait(self, packet: bytes, *, is_urgent: bool) -> bool:
+        """`send_nowait` of a packed step. `is_urgent`: the rank will wait for the answer to it."""
+        try:
+            self.socket.send(packet, socket.MSG_DONTWAIT)
+        except OSError:
+            self.num_dropped += 1
+            return False
+        return not is_urgent or self._ring()
 
     def _send(self, packet: bytes, descriptors: tuple[int, ...], flags: int) -> bool:
         try:
@@ -499,6 +527,13 @@ class Channel:
         except OSError:
             self.num_dropped += 1
             return False
+        return True
+
+    def _ring(self) -> bool:
+        """True, always: a bell that cannot be rung only makes the other end late."""
+        if self.doorbell is not None:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self.doorbell, 1)
         return True
 
     def receive(self) -> tuple[Message, list[int]] | None:
@@ -530,6 +565,7 @@ class Channel:
 def create_pair() -> tuple[Channel, Channel]:
     """A connected pair: (launcher's end, child's end)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     return Channel(ours), Channel(theirs)
 
 

@@ -90,7 +90,7 @@ class Commits:
         self._interval = HotInterval(job)
         self._seals = Seals()
         self._ranks: list[_Rank] = []
-        self._num_at: Counter[int] = Counter()
+        self._num_at: dict[int, int] = {}
         """Ranks whose newest reported step it is."""
         self._record_at: int | None = None
         """First step above an incident's H: recorded alone, once it is settled."""
@@ -106,7 +106,7 @@ class Commits:
     def open(self) -> None:
         """A generation was opened: nothing of it is committed yet."""
         self._ranks = [_Rank() for _ in range(self._job.world_size)]
-        self._num_at = Counter({0: len(self._ranks)})
+        self._num_at = {0: len(self._ranks)}
         self._seals.open(self._job.generation, len(self._ranks))
         self._record_at = None
         self._aggregate = None
@@ -124,7 +124,7 @@ class Commits:
         self.step = step
         for rank in self._ranks:
             rank.step = max(rank.step, step)
-        self._num_at = Counter(rank.step for rank in self._ranks)
+        self._num_at = dict(Counter(rank.step for rank in self._ranks))
         if self.sealed is not None and self.sealed.step != step:
             self.forget_sealed()
 
@@ -144,13 +144,16 @@ class Commits:
         if message.step <= state.step:
             return []
         left = state.step
-        self._num_at[left] -= 1
-        self._num_at[message.step] += 1
         state.step = message.step
         state.waiting[message.step] = message
-        if self._num_at[left]:
+        self._num_at[message.step] = self._num_at.get(message.step, 0) + 1
+        num_left = self._num_at[left] - 1
+        if num_left:
+            self._num_at[left] = num_left
             return []  # the common case, on the launcher's hot path
         del self._num_at[left]
+        if left > self.step:
+            return []  # it was ahead already: reports of a rank arrive several at a time
         # The slowest rank of this generation: `self.step` is the last one's until all have restored.
         for step in range(self.step + 1, min(self._num_at) + 1):
             self._commit(step, rank, message.mono_ns)

@@ -253,6 +253,8 @@ class RankControl:
                 self.on_slots(message, descriptors[0])
         elif isinstance(message, wire.HotInterval):
             self._tell_interval(message)
+        elif isinstance(message, wire.Doorbell):
+            self.channel.doorbell = descriptors[0]
         else:
             if isinstance(message, wire.Go):
                 self._tell_interval(wire.HotInterval(every=message.hot_every, from_step=0))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nvrx_sre.restart.wrapper import Restarter
     from nvrx_sre.session.injecting import Injector
     from nvrx_sre.session.rank_saving import RankSaver
-    from nvrx_sre.session.saving import HotSaver
+    from nvrx_sre.session.saving import Captured, HotSaver
 
 USER_PHASES = {"data": Phase.DATA, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
 
@@ -192,9 +192,9 @@ class Context:
         self._control.step = step
         self._control.progress += 1
         self._control.enter(Phase.STEP, tell=False)
-        self._report(value, loss is not None, captured.slot, captured.durable)
         waits = captured.durable and self._process.settings.waits_for_writer
         until = self._control.wait_turn if waits else captured.save
+        self._report(value, loss is not None, captured, is_urgent=until is not None)
         if until is not None:
             self._stand_still(step, times, until)
         ambient.set_step(step)
@@ -214,7 +214,7 @@ class Context:
         if self._injector is not None and self._times is not None:
             self._injector.step_committed(self._times.total_s(Phase.STEP), step - self._restored_step)
 
-    def _report(self, loss: float, has_loss: bool, slot: int, durable: bool) -> None:
+    def _report(self, loss: float, has_loss: bool, captured: Captured, *, is_urgent: bool) -> None:
         times, saver = self._times, self._saver
         assert times is not None and saver is not None
         control = self._control
@@ -229,14 +229,14 @@ class Context:
             self._tokens,
             loss,
             has_loss,
-            slot,
-            durable,
+            captured.slot,
+            captured.durable,
             saver.num_captured,
             saver.num_skipped,
             self._arrived_ns,
         )
         self._arrived_ns = 0
-        control.channel.send_packet_nowait(packet)
+        control.channel.send_step_nowait(packet, is_urgent=is_urgent)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

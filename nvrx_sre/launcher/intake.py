@@ -1,0 +1,147 @@
+"""What children say: their channels, when to look at them, and what is noted on the way in.
+
+Model: while no steps come in, every message wakes the launcher. While they do, it looks at all channels every
+`GATHER_S` and sleeps in between, unless something urgent happens: a death, a signal, or a child rings the doorbell,
+which it does after every message but a plain step and a sign of life. So a step costs its rank no wake-up of another
+process, which on a busy machine takes the rank longer than all the rest of the report, and costs the launcher a share
+of one turn. What a step means is the same: stamps are the rank's own.
+
+    selector -+- whatever else wakes the launcher
+              +- doorbell
+              +- the channels, together, while not gathering
+
+Invariants: packets of a child are taken in their order; nothing is held back here. Not thread-safe: the launcher's
+loop. Must not: block, judge what was said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from collections.abc import Callable
+from typing import Any
+
+from nvrx_sre.events import channel as wire
+from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher.lateness import Lateness
+from nvrx_sre.launcher.process import Child
+
+GATHER_S = 0.025
+"""Time between two looks at the channels while steps come in. A rank's channel holds at least 550 steps, so that 20,000
+a second find room; and nobody waits for a step (seconds)."""
+
+_OWN = object()
+"""Marks what is nobody else's to handle."""
+
+Put = Callable[[c.Input], None]
+
+
+class Intake:
+    """Channels of the children that live. `rank_of`: rank that a child holds; `world_size`: ranks of the generation."""
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        put: Put,
+        rank_of: Callable[[int], int | None],
+        world_size: Callable[[], int],
+    ) -> None:
+        self._selector = selector
+        self._put = put
+        self._rank_of = rank_of
+        self._world_size = world_size
+        self._channels = selectors.EpollSelector()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_gathering = False
+        self._num_steps = 0
+        self._dropped: dict[int, int] = {}
+        """What living children said that they had dropped."""
+        self._num_dropped_by_dead = 0
+        self.lateness = Lateness()
+        self.num_bad_packets = 0
+        """Packets that were no message."""
+        self.on_injected: Callable[[Child, wire.Injected], None] = lambda _, __: None
+        """Hears of a planned fault before the machine does."""
+        selector.register(self._bell, selectors.EVENT_READ, _OWN)
+        selector.register(self._channels, selectors.EVENT_READ, _OWN)
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages that found no room on their way here, as far as their senders could tell."""
+        return self._num_dropped_by_dead + sum(self._dropped.values())
+
+    def add(self, child: Child) -> None:
+        """Listen to a child, and give it the doorbell."""
+        self._channels.register(child.channel, selectors.EVENT_READ, child)
+        child.channel.send_nowait(wire.Doorbell(), (self._bell,))
+
+    def remove(self, child: Child) -> None:
+        """The child is dead, and all it said was taken in."""
+        self._num_dropped_by_dead += self._dropped.pop(child.number, 0)
+        self._stop_listening(child)
+
+    def select(self, timeout_s: float) -> list[Any]:
+        """Wait for what wakes the launcher, at most `timeout_s`; take in what children said.
+
+        Data of what else is ready, as it was registered.
+        """
+        ready = self._selector.select(min(timeout_s, GATHER_S) if self._is_gathering else timeout_s)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        self._num_steps = 0
+        for key, _ in self._channels.select(0):
+            self.drain(key.data)
+        self._gather(self._num_steps > 0)
+        return [key.data for key, _ in ready if key.data is not _OWN]
+
+    def drain(self, child: Child) -> None:
+        """Take in every packet that has arrived. A closed channel alone is not death: the pidfd tells."""
+        while True:
+            try:
+                message = child.channel.receive_plain()
+            except BlockingIOError:
+                return
+            except ValueError:
+                self.num_bad_packets += 1  # the child's own doing, its deadlines judge it
+                continue
+            if message is None:
+                self._stop_listening(child)
+                return
+            self._note(child, message)
+            self._put(c.FromChild(child=child.number, message=message))
+
+    def _note(self, child: Child, message: wire.Message) -> None:
+        if isinstance(message, wire.Step):
+            self._num_steps += 1
+            self._note_arrival(child.number, message)
+        elif isinstance(message, wire.Alive):
+            self._note_dropped(child.number, message)
+        elif isinstance(message, wire.Injected):
+            self.on_injected(child, message)
+
+    def _note_arrival(self, number: int, message: wire.Step) -> None:
+        rank = self._rank_of(number)
+        if rank is not None and message.arrived_ns:
+            self.lateness.report(message.generation, self._world_size(), rank, message.step, message.arrived_ns)
+
+    def _note_dropped(self, number: int, message: wire.Alive) -> None:
+        if message.num_dropped:
+            self._dropped[number] = message.num_dropped
+
+    def _gather(self, is_wanted: bool) -> None:
+        if is_wanted is not self._is_gathering:
+            self._is_gathering = is_wanted
+            if is_wanted:
+                self._selector.unregister(self._channels)
+            else:
+                self._selector.register(self._channels, selectors.EVENT_READ, _OWN)
+
+    def _stop_listening(self, child: Child) -> None:
+        if child.channel.fileno() in self._channels.get_map():
+            self._channels.unregister(child.channel)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._channels.close()
+        os.close(self._bell)
