@@ -43,6 +43,8 @@ SCRAPE_S = 1.0
 LIMIT_S = 240.0
 """For a scene's situation to arise, on a machine that is busy with the others."""
 POLL_S = 0.5
+TOOL_TIMEOUT_S = 60.0
+"""For one picture, or the backfill of one run."""
 STALLED_CUT_STEP = 40
 STALLED_SILENCE_S = 240.0
 STALLED_SAMPLE_S = 2.0
@@ -164,7 +166,7 @@ def _take_stalled(directory: Path, records: Journal) -> None:
     lines.write_text("\n".join(_exposition(told, "stalled", end_s)) + "\n# EOF\n", encoding="utf-8")
     data = directory / "backfilled"
     command = ["promtool", "tsdb", "create-blocks-from", "openmetrics", str(lines), str(data)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=TOOL_TIMEOUT_S)
     with _prometheus(data, []) as base_url:
         view = View(
             base_url=base_url, start_s=start_s, end_s=end_s, variables=_variables("stalled"),
@@ -212,7 +214,7 @@ def _chromium(page: Path, target: Path, height: int) -> None:
         "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
         f"--window-size={picture.PAGE_WIDTH},{height}", f"--screenshot={target}", page.as_uri(),
     ]  # fmt: skip
-    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=TOOL_TIMEOUT_S)
 
 
 def _view(base_url: str, run: str, start_s: float, end_s: float) -> View:

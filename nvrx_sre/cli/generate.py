@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ from nvrx_sre.monitoring.values import Values, load_values
               help="Cluster label of the PodMonitor.")  # fmt: skip
 @click.option("--manifest-label", "labels", multiple=True, metavar="NAME=VALUE",
               help="Label by which the site's operator selects manifests; repeatable.")  # fmt: skip
+@click.option("--scrape-ca-secret", default="", metavar="NAME",
+              help="Secret (key ca.crt) of the CA of launchers that serve with TLS.")  # fmt: skip
+@click.option("--scrape-server-name", default="", metavar="NAME", help="Name in the launchers' certificates.")
+@click.option("--scrape-login-secret", default="", metavar="NAME",
+              help="Secret (keys username, password) of launchers with --metrics-users.")  # fmt: skip
 def command(style: str, check: bool, out: Path | None, values_path: Path | None, **options: Any) -> int:
     """Write dashboards/ and alerts/ from the metric catalog.
 
@@ -43,7 +49,8 @@ def command(style: str, check: bool, out: Path | None, values_path: Path | None,
     if out is None and not assets.is_checkout(root) and not check:
         raise UserError("this is an installed package: say where to write with --out DIR")
     values = site_values(values_path, options["runbook_base_url"], options["group_labels"])
-    manifest = manifest_options(chosen, options["cluster"], options["labels"])
+    scrape = {name: value for name, value in options.items() if name.startswith("scrape_")}
+    manifest = manifest_options(chosen, options["cluster"], options["labels"], scrape)
     files = generate.formatted(chosen, values, manifest)
     if chosen is Format.FILES and assets.is_checkout(root):
         files = generate.outputs(values, with_docs=True)
@@ -67,11 +74,15 @@ def site_values(path: Path | None, runbook_base_url: str | None, group_labels: s
     return dataclasses.replace(values, **changes)
 
 
-def manifest_options(style: Format, cluster: str, labels: tuple[str, ...]) -> ManifestOptions:
+def manifest_options(
+    style: Format, cluster: str, labels: tuple[str, ...], scrape: Mapping[str, str]
+) -> ManifestOptions:
     """Options of the operator's manifests. Raises `UserError` for what does not fit, or would be ignored."""
-    options = ManifestOptions(cluster=cluster, labels=pairs_of("--manifest-label", labels))
+    options = ManifestOptions(cluster=cluster, labels=pairs_of("--manifest-label", labels), **scrape)
     if style is not Format.OPERATOR and options != ManifestOptions():
-        raise UserError(f"--cluster and --manifest-label belong to --format {Format.OPERATOR}, not to {style}")
+        raise UserError(
+            f"--cluster, --manifest-label and --scrape-* belong to --format {Format.OPERATOR}, not to {style}"
+        )
     return options
 
 

@@ -5,7 +5,8 @@ anew) and gives them to the stack's targets file, so that restarted launchers an
 turn asks Prometheus for the alerts and shows what changed: a table on a terminal, a line a change elsewhere. Runs
 until Ctrl-C, SIGTERM or the terminal's end; servers, ports and files are gone then.
 
-An endpoint with TLS or a password is not scraped, and said to be: this command has no key to it.
+An endpoint with TLS or a password is scraped with the CA and the password file that were given; Prometheus reads both
+files itself. One that they do not open is not scraped, and said not to be. A password goes over TLS or loopback only.
 
 Must not: be needed by a run, or listen beyond loopback.
 """
@@ -33,7 +34,7 @@ from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.tls import is_loopback
 from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.monitoring import generate, query
-from nvrx_sre.monitoring.stack import LOCAL_LABELS, MonitoringStack, ScrapeTarget, StackConfig
+from nvrx_sre.monitoring.stack import LOCAL_LABELS, MonitoringStack, ScrapeAccess, ScrapeTarget, StackConfig
 from nvrx_sre.monitoring.values import Values, load_values
 
 TURN_S = 1.0
@@ -52,17 +53,21 @@ class Endpoint:
     pid: int
     has_password: bool = False
 
-    @property
-    def unscraped_because(self) -> str:
-        """Why we cannot scrape it; empty where we can."""
-        has_tls = urlsplit(self.url).scheme == "https"
-        parts = [*(["TLS"] if has_tls else []), *(["a password"] if self.has_password else [])]
-        return f"its endpoint has {' and '.join(parts)}: your own Prometheus can scrape it" if parts else ""
+    def unscraped_because(self, access: ScrapeAccess) -> str:
+        """Why it cannot be scraped with `access`; empty where it can."""
+        parts = urlsplit(self.url)
+        has_tls = parts.scheme == "https"
+        if self.has_password and not has_tls and not is_loopback(parts.hostname or ""):
+            return "its password would be sent in the clear"
+        lacks_ca, lacks_password = has_tls and access.ca is None, self.has_password and access.password is None
+        has = [*(["TLS"] if lacks_ca else []), *(["a password"] if lacks_password else [])]
+        give = [*(["--metrics-ca"] if lacks_ca else []), *(["--metrics-user and its file"] if lacks_password else [])]
+        return f"its endpoint has {' and '.join(has)}: give {', '.join(give)}" if has else ""
 
     def target(self) -> ScrapeTarget:
         """What Prometheus scrapes; the directory that holds the run's is its namespace."""
         labels = {**LOCAL_LABELS, "namespace": self.directory.parent.name or LOCAL_LABELS["namespace"]}
-        return ScrapeTarget(url=self.url, labels=labels)
+        return ScrapeTarget(url=self.url, labels=labels, has_password=self.has_password)
 
     def is_live(self) -> bool:
         """Whether its launcher still runs, as far as this machine can know."""
@@ -171,7 +176,7 @@ def _what(item: Shown) -> str:
     return f"{item.severity} {item.alert} namespace={item.namespace} run={item.run}"
 
 
-def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown]) -> Table:
+def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown], access: ScrapeAccess) -> Table:
     """What is watched and what fires, for a terminal."""
     runs = ", ".join(item.run for item in endpoints) or "none yet"
     table = Table(title=f"runs: {runs}", title_justify="left", expand=True)
@@ -182,8 +187,9 @@ def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown]) -> Table
             item.state, item.severity, item.run, item.alert, item.summary, style=STYLES.get(item.severity, "")
         )
     for endpoint in endpoints:
-        if endpoint.unscraped_because:
-            table.add_row("unknown", "", endpoint.run, "", f"not scraped, {endpoint.unscraped_because}")
+        why = endpoint.unscraped_because(access)
+        if why:
+            table.add_row("unknown", "", endpoint.run, "", f"not scraped, {why}")
     if not alerts:
         table.add_row("quiet", "", "", "", "nothing fires")
     return table
@@ -199,11 +205,26 @@ def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown]) -> Table
               help="YAML file that overrides values of the rules.")  # fmt: skip
 @click.option("--scrape-interval", type=click.FloatRange(0.1), default=5.0, show_default=True, metavar="S",
               help="Seconds between scrapes, and between evaluations.")  # fmt: skip
-def command(run_dirs: tuple[Path, ...], root: Path | None, values_path: Path | None, scrape_interval: float) -> int:
+@click.option("--metrics-ca", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="PEM certificates that endpoints with TLS are checked against.")  # fmt: skip
+@click.option("--metrics-server-name", default="", metavar="NAME",
+              help="Name in the endpoints' certificates.  [default: the host of their address]")  # fmt: skip
+@click.option("--metrics-user", default="", metavar="NAME", help="User of endpoints that ask for a password.")
+@click.option("--metrics-password-file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Private file (0600) of that user's password.")  # fmt: skip
+def command(
+    run_dirs: tuple[Path, ...], root: Path | None, values_path: Path | None, scrape_interval: float, **endpoints: Any
+) -> int:
     """Watch runs with a Prometheus and an Alertmanager on loopback.
 
     Both are taken from the PATH.
     """
+    access = ScrapeAccess(
+        ca=endpoints["metrics_ca"],
+        server_name=endpoints["metrics_server_name"],
+        user=endpoints["metrics_user"],
+        password=endpoints["metrics_password_file"],
+    )
     for run_dir in run_dirs:
         existing_run(run_dir)
     if root is None and not run_dirs:
@@ -214,9 +235,10 @@ def command(run_dirs: tuple[Path, ...], root: Path | None, values_path: Path | N
     with tempfile.TemporaryDirectory(prefix="nvrx-sre-monitor-") as directory, stop_signals() as stopped:
         rules = Path(directory) / "nvrx-sre.rules.yaml"
         rules.write_text(generate.rules_file(values), encoding="utf-8")
-        with MonitoringStack(StackConfig(scrape_interval_s=scrape_interval, rules=rules)) as stack:
+        config = StackConfig(scrape_interval_s=scrape_interval, rules=rules, access=access)
+        with MonitoringStack(config) as stack:
             console.print(f"Prometheus at {stack.prometheus_url} and Alertmanager at {stack.alertmanager_url}")
-            view = View(console)
+            view = View(console, access)
             with view:
                 while not stopped.wait(TURN_S):
                     view.turn(stack, watched)
@@ -227,8 +249,9 @@ def command(run_dirs: tuple[Path, ...], root: Path | None, values_path: Path | N
 class View:
     """Shows one turn after the other: a live table on a terminal, changes as lines elsewhere."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, access: ScrapeAccess) -> None:
         self._console = console
+        self._access = access
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._endpoints: list[Endpoint] | None = None
         self._alerts: list[Shown] = []
@@ -246,12 +269,13 @@ class View:
         """Look once. What Prometheus cannot answer now is asked again at the next turn."""
         endpoints = watched.refresh()
         if endpoints != self._endpoints:
-            scraped = [item for item in endpoints if not item.unscraped_because]
+            refused = {item.url: item.unscraped_because(self._access) for item in endpoints}
+            scraped = [item for item in endpoints if not refused[item.url]]
             stack.set_targets([item.target() for item in scraped])
             self._say(f"watching {', '.join(f'{item.run} ({item.url})' for item in scraped) or 'no run yet'}")
             for item in endpoints:
-                if item.unscraped_because:
-                    self._say(f"not watching {item.run} ({item.url}): {item.unscraped_because}")
+                if refused[item.url]:
+                    self._say(f"not watching {item.run} ({item.url}): {refused[item.url]}")
             self._endpoints = endpoints
         with contextlib.suppress(query.QueryError):
             alerts = shown_alerts(query.alerts(stack.prometheus_url))
@@ -259,7 +283,7 @@ class View:
                 self._say(line)
             self._alerts = alerts
         if self._live is not None:
-            self._live.update(alert_table(endpoints, self._alerts), refresh=True)
+            self._live.update(alert_table(endpoints, self._alerts, self._access), refresh=True)
 
     def _say(self, line: str) -> None:
         if self._live is None:

@@ -1,4 +1,4 @@
-"""Whether a listener needs TLS, and its context. Reads certificate and key; keeps nothing. Thread-safe."""
+"""Whether a listener needs TLS, its context, and that of a client. Reads PEM files; keeps nothing. Thread-safe."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ def server_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext
     except (OSError, ssl.SSLError) as error:
         raise UserError(f"TLS certificate {certificate} and key {key} cannot be used: {error}") from error
     return context
+
+
+def client_context(ca: Path) -> ssl.SSLContext:
+    """A client that trusts the PEM certificates of `ca` alone. Raises `UserError` if the file has none."""
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"CA file {ca} cannot be used: {error}") from error

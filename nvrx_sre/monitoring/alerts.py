@@ -2,7 +2,8 @@
 
 Model: recording rules take the maximum over pods first (`recordings`), alerts read recordings only. Alerts are split
 by theme: progress (`alerts_progress`), recoveries (`alerts_recovery`), checkpoints and steps (`alerts_checkpoints`),
-what the run stands on (`alerts_platform`), the goodput objective (`slo`). Nothing is `increase()` of a fresh counter,
+what the run stands on (`alerts_platform`), the goodput objective (`slo`). A page that is cured says how (`endings`).
+Nothing is `increase()` of a fresh counter,
 which misses the first event and is no whole number (C63, C65).
 
 Invariants: every alert has a runbook of its name; every rule keeps the labels of the key. Pure.
@@ -18,6 +19,7 @@ from nvrx_sre.monitoring.alerts_platform import platform_alerts
 from nvrx_sre.monitoring.alerts_progress import PROGRESS_CAPS as PROGRESS_CAPS
 from nvrx_sre.monitoring.alerts_progress import progress_alerts, progress_recordings
 from nvrx_sre.monitoring.alerts_recovery import recovery_alerts
+from nvrx_sre.monitoring.endings import ending_recordings
 from nvrx_sre.monitoring.recordings import Readings
 from nvrx_sre.monitoring.recordings import recording_rules as metric_recordings
 from nvrx_sre.monitoring.rule import RUN_DASHBOARD_UID as RUN_DASHBOARD_UID
@@ -32,7 +34,9 @@ KUBERNETES_GROUP = "nvrx-sre-kubernetes"
 
 def recording_rules(values: Values) -> list[RecordingRule]:
     """All recording rules, in file order."""
-    return [*metric_recordings(values), *slo_recordings(values), *progress_recordings(Readings(values))]
+    read = Readings(values)
+    endings = ending_recordings(read, alert_rules(values))
+    return [*metric_recordings(values), *slo_recordings(values), *progress_recordings(read), *endings]
 
 
 def alert_rules(values: Values) -> list[AlertRule]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from nvrx_sre.monitoring.promql import number
 from nvrx_sre.monitoring.recordings import Readings
-from nvrx_sre.monitoring.rule import AlertRule
+from nvrx_sre.monitoring.rule import AlertRule, lookup
 from nvrx_sre.telemetry import catalog
 
 
@@ -30,17 +30,23 @@ def checkpoint_alerts(read: Readings) -> list[AlertRule]:
 def _stale(read: Readings) -> AlertRule:
     captured = read.top(catalog.CHECKPOINT_CAPTURED, tier="durable")
     interval = f"({read.of(catalog.CHECKPOINT_INTERVAL)} > 0)"
-    limit = f"({interval} + {read.on} {read.of(catalog.CHECKPOINT_WRITE_SECONDS)})"
+    write = read.of(catalog.CHECKPOINT_WRITE_SECONDS)
+    limit = f"{number(read.values.checkpoint_stale_ratio)} * ({interval} + {read.on} {write})"
+    at_risk = f"({read.of(catalog.LAST_NEW_STEP)} - {read.on} {captured})"
+    age = lookup(f"time() - {read.of(catalog.CHECKPOINT_CAPTURED)}", read.values, matchers='tier="durable"')
     return AlertRule(
         name="NvrxCheckpointStale",
         verdict="training, but not saved",
         severity="critical",
-        expr=f"({read.of(catalog.LAST_NEW_STEP)} - {read.on} {captured})\n> {read.on}\n"
-        f"{number(read.values.checkpoint_stale_ratio)} * {limit}\n{read.expected}",
+        expr=f"{at_risk}\n> {read.on}\n{limit}\n{read.expected}",
         for_s=read.values.checkpoint_stale_for_s,
         meaning="The training since the newest verified checkpoint is a multiple of the checkpoint interval.",
         clears="With the next verified checkpoint.",
-        summary="Run {{ $labels.run }} would lose {{ $value | humanizeDuration }} of training with its node.",
+        summary="Run {{ $labels.run }} would lose {{ if $value }}{{ $value | humanizeDuration }} of {{ end }}training "
+        "with its node.",
+        cured=f"({at_risk} <= {read.on} {limit})\n{read.expected}",
+        resolved=f"{{{{ with {age} }}}}a checkpoint of {{{{ . | first | value | humanizeDuration }}}} ago is verified"
+        "{{ end }}",
         description=(
             "Training goes on, but durable saves do not complete. A lost node rolls back to the newest verified "
             "checkpoint. `nvrx-sre runbook NvrxCheckpointStale` says what to do."

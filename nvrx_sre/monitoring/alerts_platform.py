@@ -19,7 +19,7 @@ from nvrx_sre.monitoring.recordings import (
     MIN_FREE_RATIO,
     Readings,
 )
-from nvrx_sre.monitoring.rule import UNKNOWN_LABEL, AlertRule
+from nvrx_sre.monitoring.rule import FOR_LONG, UNKNOWN_LABEL, AlertRule, lookup
 from nvrx_sre.telemetry import catalog
 
 
@@ -41,6 +41,8 @@ def _target_missing(read: Readings) -> AlertRule:
     limit_s, memory = read.values.target_missing_s, duration(read.values.missing_memory_s)
     loop = f"last_over_time({read.of(catalog.LAUNCHER_LOOP)}[{memory}])"
     expected, settled = (f"last_over_time({name}[{memory}])" for name in (MAX_EXPECTED, MAX_SETTLED))
+    is_over = f" >= {read.on} {expected}"
+    ended = lookup(MAX_SETTLED, read.values, memory_s=read.values.missing_memory_s, condition=is_over)
     return AlertRule(
         name="NvrxTargetMissing",
         verdict="not known: it does not answer",
@@ -49,7 +51,9 @@ def _target_missing(read: Readings) -> AlertRule:
         f"unless {read.on}\n({read.answers(limit_s)})",
         meaning="A run that has not ended does not answer: its launcher, pod, node or network is gone.",
         clears="When the run answers again, when its end is known, or after `missing_memory_s`.",
-        summary="Run {{ $labels.run }} has not answered for {{ $value | humanizeDuration }}.",
+        summary=f"Run {{{{ $labels.run }}}} has not answered{FOR_LONG}.",
+        cured=f"time() - {loop} <= {number(limit_s)}\nor {read.on}\n{expected} <= {read.on} {settled}",
+        resolved=f"{{{{ if {ended} }}}}its end is known{{{{ else }}}}it answers again{{{{ end }}}}",
         description=(
             "The launcher's metrics cannot be scraped, and it did not say that it ended. Whether it trains is not "
             "known. `nvrx-sre runbook NvrxTargetMissing` says how to find out."
@@ -60,17 +64,20 @@ def _target_missing(read: Readings) -> AlertRule:
 def _launcher_stuck(read: Readings) -> AlertRule:
     window_s = read.values.launcher_stuck_window_s
     loop = read.of(catalog.LAUNCHER_LOOP)
-    limit = read.top(catalog.LIMIT, limit="telemetry.loop_unhealthy_s")
+    unhealthy = read.top(catalog.LIMIT, limit="telemetry.loop_unhealthy_s")
+    limit = f"{number(read.values.launcher_stuck_ratio)} * {unhealthy}"
     return AlertRule(
         name="NvrxLauncherStuck",
         verdict="training is not watched",
         severity="critical",
-        expr=f"(time() - {loop})\n> {read.on}\n{number(read.values.launcher_stuck_ratio)} * {limit}\n"
+        expr=f"(time() - {loop})\n> {read.on}\n{limit}\n"
         f"and {read.on}\n(changes({loop}[{duration(window_s)}]) == 0)\n"
         f"and {read.on}\n({read.answers(window_s)})\n{read.expected}",
         meaning="The launcher answers scrapes, but its main loop does not turn: no fault would be detected.",
         clears="With the next turn of the loop.",
-        summary="The launcher of run {{ $labels.run }} is stuck for {{ $value | humanizeDuration }}.",
+        summary=f"The launcher of run {{{{ $labels.run }}}} is stuck{FOR_LONG}.",
+        cured=f"(time() - {loop} <= {read.on} {limit})\n{read.expected}",
+        resolved="its loop turns again",
         description=(
             "Ranks may go on training, but no death, hang or preemption is handled. "
             "`nvrx-sre runbook NvrxLauncherStuck` says what to save before it is restarted."

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from nvrx_sre.monitoring.promql import duration, number, one_of, recorded
 from nvrx_sre.monitoring.recordings import MAX_ACTIVE, MAX_HALTED, Readings
-from nvrx_sre.monitoring.rule import AlertRule, RecordingRule, lookup
+from nvrx_sre.monitoring.rule import FOR_LONG, AlertRule, RecordingRule, lookup
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import RunState
 
@@ -56,6 +56,12 @@ def _is_halted(read: Readings) -> str:
     return f"last_over_time({MAX_HALTED}[{window}]) > {read.on} last_over_time({MAX_ACTIVE}[{window}])"
 
 
+def _started_again(read: Readings) -> str:
+    """The run was started again after it was halted."""
+    window = duration(read.values.halted_memory_s)
+    return f"last_over_time({MAX_ACTIVE}[{window}]) > {read.on} last_over_time({MAX_HALTED}[{window}])"
+
+
 def _halts(read: Readings) -> str:
     """When it was halted; nothing for a run whose loop was told before, which goes on with that."""
     window = duration(read.values.halted_memory_s)
@@ -73,8 +79,10 @@ def _run_halted(read: Readings) -> AlertRule:
         "somebody halted it (label `reason`). Nothing will start it again by itself. Not for a run that has paged as "
         "`NvrxCrashLooping` already: that page stays until the run is started again.",
         clears="When the run is submitted again under the same name, or after `halted_memory_s`.",
-        summary="Run {{ $labels.run }} is halted ({{ $labels.reason }}) since {{ $value | humanizeTimestamp }} and "
-        "will not restart.",
+        summary="Run {{ $labels.run }} is halted ({{ $labels.reason }})"
+        "{{ if $value }} since {{ $value | humanizeTimestamp }}{{ end }} and will not restart.",
+        cured=_started_again(read),
+        resolved="submitted again",
         description=(
             "The launcher exited with 93, reason {{ $labels.reason }}: cap (retries used up), incurable (no restart "
             "can cure the fault), operator or brake (halted on request). Its devices are idle. "
@@ -113,15 +121,23 @@ def _loops(read: Readings) -> str:
 
 
 def _recovered(read: Readings) -> str:
-    """How the newest incident recovered; '' while it is open, or before a first one."""
-    closed = lookup(read.of(catalog.INCIDENT_OPENED), read.values, condition=" == 0")
+    """How the newest incident recovered; for a run whose incident is closed."""
     outage = lookup(read.of(catalog.OUTAGE_LAST), read.values, condition=" > 0")
     rollback = lookup(read.of(catalog.ROLLBACK_LAST), read.values)
     steps = "{{ $steps := . | first | value }}, rollback {{ $steps }} step{{ if ne $steps 1.0 }}s{{ end }}"
     return (
-        f"{{{{ if {closed} }}}}{{{{ with {outage} }}}}recovered in {{{{ . | first | value | humanizeDuration }}}}"
-        f"{{{{ with {rollback} }}}}{steps}{{{{ end }}}}{{{{ end }}}}{{{{ end }}}}"
+        f"recovered{{{{ with {outage} }}}} in {{{{ . | first | value | humanizeDuration }}}}{{{{ end }}}}"
+        f"{{{{ with {rollback} }}}}{steps}{{{{ end }}}}"
     )
+
+
+def _either(query: str, text: str, otherwise: str) -> str:
+    """`text` where the query returns something."""
+    return f"{{{{ if {query} }}}}{text}{{{{ else }}}}{otherwise}{{{{ end }}}}"
+
+
+def _is_open(read: Readings) -> str:
+    return lookup(read.of(catalog.INCIDENT_OPENED), read.values, condition=" > 0")
 
 
 def _crash_looping(read: Readings) -> AlertRule:
@@ -129,14 +145,15 @@ def _crash_looping(read: Readings) -> AlertRule:
     window_s = read.values.halted_memory_s
     started = f" > {read.on} last_over_time({MAX_ACTIVE}[{duration(window_s)}])"
     halted = lookup(MAX_HALTED, read.values, memory_s=window_s, condition=started)
-    # One evaluation more, with the value 0, once new steps are committed: the page that resolves then says how.
-    cured = f"0 * {LOOPED} and {read.on} ({read.of(catalog.LAST_NEW_STEP)} >= {read.on} {recovering})"
+    has_gained = f" >= {read.on} {recovering}"
+    gained = lookup(read.of(catalog.LAST_NEW_STEP), read.values, condition=has_gained)
     return AlertRule(
         name="NvrxCrashLooping",
         verdict="crash loop: no progress",
         severity="critical",
-        expr=f"{_loops_or_looped(read)}\nor {read.on}\n({cured})",
-        resolved=f"{{{{ if not $value }}}}{_recovered(read)}{{{{ end }}}}",
+        expr=_loops_or_looped(read),
+        cured=f"{read.of(catalog.LAST_NEW_STEP)}{has_gained}\nor {read.on}\n{_started_again(read)}",
+        resolved=_either(gained, _recovered(read), "submitted again"),
         for_s=read.values.crash_loop_for_s,
         meaning="The run restarts again and again without committing a step that it had not committed before.",
         clears="With the first new step, or when a halted run is submitted again.",
@@ -163,7 +180,9 @@ def _recovery_overdue(read: Readings) -> AlertRule:
         keep_firing_s=read.values.hold_s,
         meaning="An incident is open for longer than any recovery that works, and no step is being executed.",
         clears="When the incident closes or steps are executed again, after `hold_s`.",
-        summary="Run {{ $labels.run }} has not recovered for {{ $value | humanizeDuration }}.",
+        summary=f"Run {{{{ $labels.run }}}} has not recovered{FOR_LONG}.",
+        cured=f"({read.of(catalog.INCIDENT_OPENED)} == 0 or {read.on} {stepping})\n{read.expected}",
+        resolved=_either(_is_open(read), "steps are executed again, the incident is still open", _recovered(read)),
         description=(
             f"Root: {_root_rank(read)}. The incident is still open, and no step was committed within the step "
             "deadline. `nvrx-sre runbook NvrxRecoveryOverdue` says what to do."
@@ -188,7 +207,9 @@ def _run_stalled(read: Readings) -> AlertRule:
         meaning="No step for a multiple of the deadline of the phase that the run is in, and no fault was detected: "
         "the watchdog itself has failed.",
         clears="With the next step, or when the run leaves the phase, after `hold_s`.",
-        summary="Run {{ $labels.run }} is stalled in {{ $labels.phase }} for {{ $value | humanizeDuration }}.",
+        summary=f"Run {{{{ $labels.run }}}} is stalled in {{{{ $labels.phase }}}}{FOR_LONG}.",
+        cured=f"({stepping} or {read.on} {read.of(catalog.INCIDENT_OPENED)} > 0)\n{read.expected}",
+        resolved=_either(_is_open(read), "a fault was detected after all", "steps are executed again"),
         description=(
             "The launcher should have ended this at the phase's deadline and has not. Nothing will cure it by itself. "
             "`nvrx-sre runbook NvrxRunStalled` says what to do."
@@ -213,6 +234,7 @@ def _rendezvous_stuck(read: Readings) -> AlertRule:
     past = read.top(catalog.RUN_STATE_ENTERED, state=PAST_RENDEZVOUS)
     since = f"(time() - ({read.of(catalog.INCIDENT_OPENED)} > 0) or {read.on} time() - {entered})"
     limit = f"{number(read.values.rendezvous_ratio)} * {read.top(catalog.PHASE_DEADLINE, phase='rendezvous')}"
+    world = lookup(read.of(catalog.WORLD_SIZE), read.values, condition=" > 0")
     nodes = lookup(read.of(catalog.RENDEZVOUS_NODES), read.values, matchers=f"state{one_of(['missing'])}")
     return AlertRule(
         name="NvrxRendezvousStuck",
@@ -222,7 +244,9 @@ def _rendezvous_stuck(read: Readings) -> AlertRule:
         for_s=read.values.rendezvous_for_s,
         meaning="The run does not get past the rendezvous: ranks or nodes are missing, or cannot reach each other.",
         clears="When the group has formed and restoring begins.",
-        summary="Run {{ $labels.run }} is stuck in the rendezvous for {{ $value | humanizeDuration }}.",
+        summary=f"Run {{{{ $labels.run }}}} is stuck in the rendezvous{FOR_LONG}.",
+        cured=f"({entered} <= {read.on} {past})\n{read.expected}",
+        resolved=f"the group has formed{{{{ with {world} }}}}: {{{{ . | first | value }}}} ranks{{{{ end }}}}",
         description=(
             f"Nodes missing: {{{{ with {nodes} }}}}{{{{ . | first | value }}}}{{{{ else }}}}not known{{{{ end }}}}. "
             "The group has not formed for a multiple of its deadline. `nvrx-sre runbook NvrxRendezvousStuck` says who "
@@ -232,20 +256,24 @@ def _rendezvous_stuck(read: Readings) -> AlertRule:
 
 
 def _startup_overdue(read: Readings) -> AlertRule:
-    starting = read.of(catalog.RUN_STATE_ENTERED, state=RunState.STARTING)
+    starting = f"max {read.by} ({read.of(catalog.RUN_STATE_ENTERED, state=RunState.STARTING)})"
+    stepped, opened = f"{read.of(catalog.LAST_STEP)} > {read.on} {starting}", read.of(catalog.INCIDENT_OPENED)
     return AlertRule(
         name="NvrxStartupOverdue",
         verdict="start-up takes too long",
         severity="critical",
-        expr=f"(time() - max {read.by} ({starting}))\n> {read.on}\n"
+        expr=f"(time() - {starting})\n> {read.on}\n"
         f"{number(read.values.startup_ratio)} * {read.deadlines(*STARTUP_PHASES)}\n"
-        f"and {read.on}\n({read.of(catalog.LAST_STEP)} <= {read.on} max {read.by} ({starting}))\n"
-        f"unless {read.on}\n({read.of(catalog.INCIDENT_OPENED)} > 0)\n{read.expected}",
+        f"and {read.on}\n({read.of(catalog.LAST_STEP)} <= {read.on} {starting})\n"
+        f"unless {read.on}\n({opened} > 0)\n{read.expected}",
         keep_firing_s=read.values.hold_s,
         meaning="The launcher has started and no step has followed within all the deadlines of a start, and no fault "
         "was detected.",
         clears="With the first step, or with a fault, after `hold_s`.",
-        summary="Run {{ $labels.run }} has not executed a step {{ $value | humanizeDuration }} after its start.",
+        summary="Run {{ $labels.run }} has not executed a step"
+        "{{ if $value }} {{ $value | humanizeDuration }}{{ end }} after its start.",
+        cured=f"({stepped} or {read.on} {opened} > 0)\n{read.expected}",
+        resolved=_either(_is_open(read), "a fault was detected", "the first step was executed"),
         description=(
             "Start-up takes longer than the sum of its deadlines. `nvrx-sre runbook NvrxStartupOverdue` says how to "
             "see which phase it is in and why."
@@ -274,7 +302,10 @@ def _retry_cap_breached(read: Readings) -> AlertRule:
         meaning="More groups were formed, or more launchers started, without one new step than the retry caps allow: "
         "the caps do not hold. Counted without the budgets that should have stopped it.",
         clears="With the first new step, or when the run ends, after `hold_s`.",
-        summary="Run {{ $labels.run }} restarts past its caps: {{ $value }} starts without a new step.",
+        summary="Run {{ $labels.run }} restarts past its caps{{ if $value }}: {{ $value }} starts without a new step"
+        "{{ end }}.",
+        cured=f"(time() - {read.of(catalog.LAST_NEW_STEP)} <= {number(values.retry_cap_window_s)})\n{read.expected}",
+        resolved="new steps are committed again",
         description=(
             f"Within {window} without a new step the run was started more often than its caps allow. Either budgets "
             "are refilled from outside, or the run directory is not kept between starts. "

@@ -40,9 +40,9 @@ def _count(q: Query, metric: Metric, *by: str) -> str:
     return f"sum by ({', '.join(by)}) ({samples})" if by else f"sum({samples})"
 
 
-def percentiles(q: Query, title: str, description: str, metric: Metric, most: Metric | None, *by: str) -> Panel:
+def percentiles(q: Query, title: str, description: str, metric: Metric, most: Metric, *by: str) -> Panel:
     """A table of `metric` in the time range, all runs chosen together: count, median, 95th percentile; and `most`,
-    the largest so far."""
+    the largest so far, 0 where all were."""
     unit = "s" if metric.unit == "seconds" else "none"
     columns = [Column(title=label.capitalize(), label=label) for label in by]
     columns += [
@@ -50,12 +50,8 @@ def percentiles(q: Query, title: str, description: str, metric: Metric, most: Me
         Column(title="p50", expr=quantile(q, 0.5, metric, *by), unit=unit, decimals=2),
         Column(title="p95", expr=quantile(q, 0.95, metric, *by), unit=unit, decimals=2),
     ]
-    if most is not None:
-        columns.append(
-            Column(
-                title="Max so far", expr=f"max by ({', '.join(by)}) ({q.latest(most, *by)}) > 0", unit=unit, decimals=2
-            )
-        )
+    largest = f"max by ({', '.join(by)}) ({q.latest(most, *by)}) > 0 or 0 * ({_count(q, metric, *by)} > 0)"
+    columns.append(Column(title="Max so far", expr=largest, unit=unit, decimals=2))
     note = f" In the chosen time range; the 95th percentile is hidden below {MIN_SAMPLES} samples."
     return table(title, description + note, 12, columns, no_value="none")
 

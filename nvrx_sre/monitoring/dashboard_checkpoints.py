@@ -141,8 +141,8 @@ def _restores(q: Query) -> tuple[Panel, ...]:
             course(q.latest(catalog.STEP_HIGH_WATER), "high water"),
             course(f"{q.latest(catalog.RESTORED_STEP)} >= 0", "restored"), decimals=0, minimum=0,
         ),
-        distribution(
-            q, "Deletions by retention", "Deleted checkpoints of the chosen time range by the time it took (upper "
-            "bound of the bucket, seconds).", 12, catalog.CHECKPOINT_DELETION_SECONDS,
+        percentiles(
+            q, "Deletions by retention", "Time to delete a checkpoint that is no longer kept.",
+            catalog.CHECKPOINT_DELETION_SECONDS, catalog.CHECKPOINT_DELETION_MAX,
         ),
     )  # fmt: skip

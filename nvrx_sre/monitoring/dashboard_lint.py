@@ -40,6 +40,13 @@ RAW_COUNTERS = {
     catalog.LAUNCHER_STARTS.name: "of the whole run, beside its losses",
     catalog.LAUNCHER_STOPS.name: "of the whole run, beside its starts",
     catalog.LEADERS_LOST.name: "of the whole run, beside its starts",
+    catalog.RUN_STARTS.name: "of the whole run, beside what was asked of it",
+    catalog.BUDGET_RESETS.name: "of the whole run, beside its starts",
+    catalog.HALT_REQUESTS.name: "of the whole run, beside its starts",
+    catalog.PREEMPTIONS.name: "of the whole run, beside its starts",
+    catalog.NODES_JOINED.name: "of the whole run, beside its starts",
+    catalog.NODES_LOST.name: "of the whole run, beside its starts",
+    catalog.DECISIONS_UNRECORDED.name: "of the whole run, beside its starts",
 }
 """Counter -> what a panel that reads it without a rate shows."""
 

@@ -136,7 +136,7 @@ def _costs(q: Query) -> tuple[Panel, ...]:
         ),
         percentiles(
             q, "Rollback in steps", "High water mark at the first fault minus the deepest step restored.",
-            catalog.ROLLBACK_STEPS, None,
+            catalog.ROLLBACK_STEPS, catalog.ROLLBACK_MAX,
         ),
         table(
             "Where recovery time goes", "Wall time of the chosen time range in the states of a recovery, redone steps "
@@ -154,7 +154,7 @@ def _ways(q: Query) -> tuple[Panel, ...]:
     verdicts = f"sum by (verdict) ({q.gain(catalog.INCIDENTS, 'verdict', window=RANGE)})"
     return (
         table(
-            "Verdicts", "Incidents of the chosen time range that reached each verdict.", 6,
+            "Verdicts", "Incidents of the chosen time range that reached each verdict.", 8,
             [
                 Column(title="Verdict", label="verdict"),
                 Column(title="Incidents", expr=verdicts, decimals=WHOLE),
@@ -162,7 +162,7 @@ def _ways(q: Query) -> tuple[Panel, ...]:
             sort_by="Incidents",
         ),
         table(
-            "Restored from", "Where generations of the chosen time range took their state from.", 6,
+            "Restored from", "Where generations of the chosen time range took their state from.", 8,
             [
                 Column(title="Tier", label="tier"),
                 Column(title="Restores", expr=f"sum by (tier) ({q.gain(catalog.RESTORES, 'tier', window=RANGE)})",
@@ -171,7 +171,7 @@ def _ways(q: Query) -> tuple[Panel, ...]:
             sort_by="Restores",
         ),
         table(
-            "Ranks that left a generation", "Kept their process, or had it killed, in the chosen time range.", 6,
+            "Ranks that left a generation", "Kept their process, or had it killed, in the chosen time range.", 8,
             [
                 Column(title="Outcome", label="outcome"),
                 Column(title="Ranks", expr=f"sum by (outcome) ({q.gain(catalog.TEARDOWNS, 'outcome', window=RANGE)})",
@@ -181,13 +181,25 @@ def _ways(q: Query) -> tuple[Panel, ...]:
         ),
         timeseries(
             "Formations, replacements, exclusions", "Formations of the group, ranks moved to another process, devices "
-            "excluded: totals of the runs chosen.", "none", 6,
+            "excluded: totals of the runs chosen.", "none", 12,
             course(f"sum({q.latest(catalog.GENERATIONS)})", "generations"),
             course(f"sum({q.latest(catalog.RANK_REPLACEMENTS)})", "replacements"),
             course(f"sum({q.latest(catalog.RANKS_EXCLUDED)})", "exclusions"),
             course(f"sum({q.latest(catalog.PROGRESS_RESUMED)})", "progress resumed"),
             course(f"sum({q.latest(catalog.INCIDENTS_DEGRADED)})", "recovered degraded"),
             runbooks=("NvrxRecoveredDegraded", "NvrxRepeatedDeviceFault"),
+            minimum=0, decimals=WHOLE,
+        ),
+        timeseries(
+            "Starts, requests, nodes", "Starts by a launcher, what operators and orchestrators asked for, nodes that "
+            "came and went, restarts whose decision was not on disk in time: totals of the runs chosen.", "none", 12,
+            course(f"sum by (kind) ({q.latest(catalog.RUN_STARTS, 'kind')})", "starts: {{kind}}"),
+            course(f"sum({q.latest(catalog.BUDGET_RESETS)})", "budgets refilled"),
+            course(f"sum({q.latest(catalog.HALT_REQUESTS)})", "halts asked for"),
+            course(f"sum({q.latest(catalog.PREEMPTIONS)})", "preemptions"),
+            course(f"sum({q.latest(catalog.NODES_JOINED)})", "nodes joined"),
+            course(f"sum({q.latest(catalog.NODES_LOST)})", "nodes lost"),
+            course(f"sum({q.latest(catalog.DECISIONS_UNRECORDED)})", "decisions not recorded"),
             minimum=0, decimals=WHOLE,
         ),
     )  # fmt: skip

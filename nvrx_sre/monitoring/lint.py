@@ -20,6 +20,7 @@ from nvrx_sre.monitoring.alerts import RecordingRule
 from nvrx_sre.monitoring.alerts_kubernetes import KUBERNETES_SERIES
 from nvrx_sre.monitoring.dashboard_ranks import DCGM_SERIES
 from nvrx_sre.monitoring.dashboard_telemetry import SCRAPE_SERIES
+from nvrx_sre.monitoring.endings import ALERT_LABELS
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.metric import Label, MetricType
 
@@ -30,6 +31,9 @@ COUNTER_FUNCTIONS = ("rate", "increase", "irate", "resets")
 GAUGE_FUNCTIONS = ("delta", "deriv", "idelta", "changes", "predict_linear", "holt_winters")
 FOREIGN_SERIES = ("ALERTS", "ALERTS_FOR_STATE", "up", *SCRAPE_SERIES, *DCGM_SERIES, *KUBERNETES_SERIES)
 """Of Prometheus and of other exporters: not in our catalog, and not checked further."""
+
+FOREIGN_LABELS = {**KUBERNETES_SERIES, "ALERTS": ALERT_LABELS}
+"""Series -> labels that a query may group by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,8 @@ def known_series(recordings: Iterable[RecordingRule], key: tuple[str, ...]) -> K
             labels[name] = {label.name: label.values for label in (*metric.labels, *more)}
     for rule in recordings:
         types[rule.name] = MetricType.COUNTER if rule.cumulative else MetricType.GAUGE
-        labels[rule.name] = {label.name: label.values for label in rule.metric.labels if label.name in rule.labels}
+        closed = {label.name: label.values for label in rule.metric.labels} if rule.metric is not None else {}
+        labels[rule.name] = {label: closed.get(label, ()) for label in rule.labels}
     return Known(types=types, labels=labels, key=key)
 
 
@@ -71,7 +76,7 @@ def query_problems(expression: str, known: Known) -> list[str]:
     def visit(node: Any) -> bool:
         if isinstance(node, promql_parser.VectorSelector):
             found.extend(_selector_problems(node, known))
-            available.update(known.labels.get(node.name or "", KUBERNETES_SERIES.get(node.name or "", ())))
+            available.update(known.labels.get(node.name or "", FOREIGN_LABELS.get(node.name or "", ())))
         elif isinstance(node, promql_parser.Call):
             found.extend(_call_problems(node, known))
         available.update(_made_labels(node))

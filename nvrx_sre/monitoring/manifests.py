@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from nvrx_sre.core.errors import InternalError
+from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.monitoring import assets
 from nvrx_sre.monitoring.alertmanager import alertmanager_config
 from nvrx_sre.monitoring.values import Values
@@ -50,13 +50,27 @@ class ManifestOptions:
     """Value of the label `cluster` that the PodMonitor puts on every series."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels by which the site's operator selects, e.g. release=prometheus."""
+    scrape_ca_secret: str = ""
+    """Secret whose key `ca.crt` the launchers' certificates are checked against; '' where they serve without TLS."""
+    scrape_server_name: str = ""
+    """Name in those certificates; needed, because pods are scraped by their address."""
+    scrape_login_secret: str = ""
+    """Secret with the keys `username` and `password` of the launchers' --metrics-users."""
+
+    def __post_init__(self) -> None:
+        if bool(self.scrape_ca_secret) != bool(self.scrape_server_name):
+            raise UserError(
+                "--scrape-ca-secret and --scrape-server-name are given together: pods are scraped by their address"
+            )
+        if self.scrape_login_secret and not self.scrape_ca_secret:
+            raise UserError("--scrape-login-secret would be sent in the clear: give --scrape-ca-secret too")
 
 
 def operator_manifests(files: Mapping[str, str], values: Values, options: ManifestOptions) -> dict[str, str]:
     """File name -> manifest for the Prometheus operator and Grafana's sidecar, from the generated `files`."""
     labels = {**APP_LABELS, **options.labels}
     found = {
-        "podmonitor.yaml": _pod_monitor(labels, options.cluster),
+        "podmonitor.yaml": _pod_monitor(labels, options),
         "alertmanagerconfig.yaml": _alertmanager_manifest(labels, values),
         "alertmanager-templates.yaml": _config_map(
             f"{NAME}-alertmanager-templates", labels, {"nvrx-sre.tmpl": files[assets.TEMPLATES_FILE]}
@@ -173,16 +187,29 @@ def _camel(name: str) -> str:
     return first + "".join(item.capitalize() for item in rest)
 
 
-def _pod_monitor(labels: Mapping[str, str], cluster: str) -> dict[str, Any]:
+def _pod_monitor(labels: Mapping[str, str], options: ManifestOptions) -> dict[str, Any]:
     endpoint = {
         "port": METRICS_PORT,
         "path": "/metrics",
+        **_pod_access(options),
         "interval": SCRAPE_INTERVAL,
         # External labels are not seen by rules, and the key needs the cluster on the series itself.
-        "relabelings": [{"targetLabel": "cluster", "replacement": cluster, "action": "replace"}],
+        "relabelings": [{"targetLabel": "cluster", "replacement": options.cluster, "action": "replace"}],
     }
     spec = {"selector": {"matchLabels": APP_LABELS}, "podMetricsEndpoints": [endpoint]}
     return _manifest("monitoring.coreos.com/v1", "PodMonitor", NAME, labels, spec=spec)
+
+
+def _pod_access(options: ManifestOptions) -> dict[str, Any]:
+    """How the operator's Prometheus gets at the endpoints: names of secrets, never what is in them."""
+    found: dict[str, Any] = {}
+    if options.scrape_ca_secret:
+        ca = {"secret": {"name": options.scrape_ca_secret, "key": "ca.crt"}}
+        found |= {"scheme": "https", "tlsConfig": {"ca": ca, "serverName": options.scrape_server_name}}
+    if options.scrape_login_secret:
+        login = {key: {"name": options.scrape_login_secret, "key": key} for key in ("username", "password")}
+        found["basicAuth"] = login
+    return found
 
 
 def _alertmanager_manifest(labels: Mapping[str, str], values: Values) -> dict[str, Any]:

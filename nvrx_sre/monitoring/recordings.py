@@ -186,6 +186,10 @@ class Readings:
         """Match by the key and `more`."""
         return f"on {self._query.keys(*more)}"
 
+    def by_keys(self, *more: str) -> str:
+        """Group by the key and `more`."""
+        return f"by {self._query.keys(*more)}"
+
     def of(self, metric: Metric, **labels: str | tuple[str, ...]) -> str:
         """The recorded maximum of `metric`, selected by closed label values, with the labels it was recorded with."""
         self._query.series(metric, "", **labels)  # refuses a label or a value that the catalog does not have

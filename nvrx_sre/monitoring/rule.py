@@ -21,6 +21,10 @@ RUN_DASHBOARD_UID = "nvrx-run"
 DASHBOARD_PATH = f"/d/{RUN_DASHBOARD_UID}/run"
 UNKNOWN_LABEL = "none"
 """Value of a label of the key that the scrape does not set: two runs never match because both lack it."""
+ENDED = "run:alerts:ended"
+"""Recorded (`endings`): pages that fired at the evaluation before and whose cause is cured now, with the value 0."""
+FOR_LONG = "{{ if $value }} for {{ $value | humanizeDuration }}{{ end }}"
+"""In a summary: how long, but where the alert fires with 0 to say how it ended."""
 DEV_RUN = f"{RUN_LABEL}:{catalog.RUN_INFO.name}:dev"
 """Recorded: 1 for a run whose priority is `dev`, else 0."""
 
@@ -31,13 +35,20 @@ class RecordingRule:
 
     name: str
     expr: str
-    metric: Metric
+    metric: Metric | None = None
+    """What it is recorded of; None where it is of the alerts, and `meaning` says what."""
+    meaning: str = ""
     labels: tuple[str, ...] = ()
     """Labels beside the key."""
     after_alerts: bool = False
     """True if it stands behind the alerts, which therefore read what it was at the evaluation before."""
     cumulative: bool = False
     """True if it only grows (but for a new run of the same name), so that a rate of it means something."""
+
+    @property
+    def subject(self) -> str:
+        """What it is of, for the reference."""
+        return self.meaning if self.metric is None else self.metric.help
 
     def to_rule(self) -> dict[str, Any]:
         """The rule as data of the rules file."""
@@ -66,12 +77,16 @@ class AlertRule:
     """How long it goes on firing after the condition went away (seconds): a gap is no end."""
     labels: tuple[tuple[str, str], ...] = ()
     """Labels beside the severity, where several rules share a name."""
+    cured: str = ""
+    """Condition, by the key, under which it ended as it should. It fires once more then, with the value 0."""
     resolved: str = ""
-    """How it ended, for the message that it resolved, which carries what stood here when it last fired."""
+    """How it ended, for the message that it resolved; rendered when it is cured."""
 
     def to_rule(self, values: Values) -> dict[str, Any]:
         """The rule as data of the rules file."""
-        rule: dict[str, Any] = {"alert": self.name, "expr": self.expr}
+        on = f"on ({', '.join(values.group_labels)})"
+        ended = f'\nor {on}\n{ENDED}{{alertname="{self.name}"}}' if self.cured else ""
+        rule: dict[str, Any] = {"alert": self.name, "expr": f"{self.expr}{ended}"}
         if self.for_s:
             rule["for"] = duration(self.for_s)
         if self.keep_firing_s:
@@ -81,7 +96,7 @@ class AlertRule:
             "summary": self.summary,
             "description": self.description,
             **(_facts(self.verdict, values) if self.verdict else {}),
-            **({"resolved": self.resolved} if self.resolved else {}),
+            **({"resolved": f"{{{{ if not $value }}}}{self.resolved}{{{{ end }}}}"} if self.resolved else {}),
             "runbook_url": f"{values.runbook_base_url.rstrip('/')}/{self.name}.md",
             "dashboard_url": f"{values.dashboard_base_url.rstrip('/')}{DASHBOARD_PATH}?{_variables(values)}",
         }

@@ -99,7 +99,7 @@ def alert_reference(values: Values) -> str:
         "| --- | --- | --- |",
     ]
     for recording in recording_rules(values):
-        lines.append(f"| `{recording.name}` | {recording.metric.help} | {', '.join(recording.labels) or 'none'} |")
+        lines.append(f"| `{recording.name}` | {recording.subject} | {', '.join(recording.labels) or 'none'} |")
     return "\n".join(lines) + "\n"
 
 

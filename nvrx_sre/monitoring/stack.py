@@ -30,6 +30,8 @@ import yaml
 from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import InternalError, UserError
+from nvrx_sre.core.secret_files import read_secret_lines
+from nvrx_sre.core.tls import client_context
 from nvrx_sre.monitoring import assets, query
 from nvrx_sre.monitoring.alertmanager import Timing, alertmanager_config
 from nvrx_sre.monitoring.promql import duration
@@ -44,6 +46,8 @@ DISCOVERY_INTERVAL_S = 5.0
 RESEND_DELAY_S = 5.0
 """Prometheus knows its Alertmanager only some seconds after its start: what fired before is sent again after this."""
 TARGETS_FILE = "targets.json"
+LOCKED_TARGETS_FILE = "targets-with-password.json"
+JOB, LOCKED_JOB = "nvrx-sre", "nvrx-sre-with-password"
 LOCAL_LABELS = {"cluster": "local", "namespace": "default"}
 """Where a run of this machine is."""
 
@@ -66,6 +70,43 @@ def find_tools() -> Tools | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScrapeAccess:
+    """How Prometheus gets at endpoints with TLS or a password: it reads the files itself. Validated at construction."""
+
+    ca: Path | None = None
+    """PEM certificates that an https endpoint is checked against."""
+    server_name: str = ""
+    """Name in the endpoints' certificates, where it is not the host of their address."""
+    user: str = ""
+    """With `password`: the user of basic authentication."""
+    password: Path | None = None
+    """Private file of one line."""
+
+    def __post_init__(self) -> None:
+        if bool(self.user) != (self.password is not None):
+            raise UserError("a user and a password file are given together: give both, or neither")
+        if self.server_name and self.ca is None:
+            raise UserError("a server name is checked against certificates: give the file of their CA too")
+        if self.password is not None and len(read_secret_lines(self.password)) != 1:
+            raise UserError(f"{self.password}: it must hold the password and nothing else")
+        if self.ca is not None:
+            client_context(self.ca)
+
+    def tls_config(self) -> dict[str, Any]:
+        """`tls_config` of a scrape job, {} without a CA; endpoints without TLS are not affected."""
+        if self.ca is None:
+            return {}
+        name = {"server_name": self.server_name} if self.server_name else {}
+        return {"tls_config": {"ca_file": str(self.ca.absolute()), **name}}
+
+    def basic_auth(self) -> dict[str, Any]:
+        """`basic_auth` of a scrape job: the name of the file, never what is in it. {} without a password."""
+        if self.password is None:
+            return {}
+        return {"basic_auth": {"username": self.user, "password_file": str(self.password.absolute())}}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScrapeTarget:
     """One endpoint. Validated at construction."""
 
@@ -73,6 +114,8 @@ class ScrapeTarget:
     """E.g. `http://127.0.0.1:9400/metrics`."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels for its series, e.g. cluster and namespace."""
+    has_password: bool = False
+    """It asks for the password of `ScrapeAccess`, which is sent to no other."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -99,6 +142,8 @@ class StackConfig:
     """How long Alertmanager collects before the first notification of a group (seconds)."""
     group_interval_s: float = 5.0
     """Between notifications of a group that changed (seconds)."""
+    access: ScrapeAccess = field(default_factory=ScrapeAccess)
+    """To endpoints with TLS or a password."""
 
     def __post_init__(self) -> None:
         for name in ("scrape_interval_s", "group_wait_s", "group_interval_s"):
@@ -119,17 +164,28 @@ class AlertReport:
     """Those that fired and would wake a person: severity critical."""
 
 
-def prometheus_config(config: StackConfig, rules: Path, targets: Path, alertmanager_url: str) -> str:
-    """prometheus.yml of the stack."""
+def prometheus_config(config: StackConfig, rules: Path, directory: Path, alertmanager_url: str) -> str:
+    """prometheus.yml of the stack; the files of targets are in `directory`."""
     interval = duration(config.scrape_interval_s)
-    discovery = {"files": [str(targets)], "refresh_interval": duration(DISCOVERY_INTERVAL_S)}
     value = {
         "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
         "rule_files": [str(rules)],
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": [urlsplit(alertmanager_url).netloc]}]}]},
-        "scrape_configs": [{"job_name": "nvrx-sre", "file_sd_configs": [discovery]}],
+        "scrape_configs": [
+            _scrape_job(JOB, directory / TARGETS_FILE, config.access.tls_config()),
+            _scrape_job(
+                LOCKED_JOB,
+                directory / LOCKED_TARGETS_FILE,
+                {**config.access.tls_config(), **config.access.basic_auth()},
+            ),
+        ],
     }
     return yaml.safe_dump(value, sort_keys=False)
+
+
+def _scrape_job(name: str, targets: Path, access: Mapping[str, Any]) -> dict[str, Any]:
+    discovery = {"files": [str(targets)], "refresh_interval": duration(DISCOVERY_INTERVAL_S)}
+    return {"job_name": name, **access, "file_sd_configs": [discovery]}
 
 
 class MonitoringStack:
@@ -185,8 +241,9 @@ class MonitoringStack:
         """Scrape these from now on. Returns at once: Prometheus sees the new file within `DISCOVERY_INTERVAL_S`."""
         if self._directory is None:
             raise InternalError("the stack has not been started")
-        file = self._directory / TARGETS_FILE
-        write_json_atomically(file, [item.to_group() for item in targets], durable=False)
+        for name, has_password in ((TARGETS_FILE, False), (LOCKED_TARGETS_FILE, True)):
+            groups = [item.to_group() for item in targets if item.has_password is has_password]
+            write_json_atomically(self._directory / name, groups, durable=False)
 
     @property
     def pids(self) -> list[int]:
@@ -249,7 +306,7 @@ class MonitoringStack:
         rules = self._config.rules or assets.asset(assets.RULES_FILE)
         file = directory / "prometheus.yml"
         self.set_targets(self._config.targets)
-        text = prometheus_config(self._config, rules.resolve(), directory / TARGETS_FILE, self.alertmanager_url)
+        text = prometheus_config(self._config, rules.resolve(), directory, self.alertmanager_url)
         file.write_text(text, encoding="utf-8")
         arguments = [
             f"--config.file={file}",

@@ -45,6 +45,7 @@ EMPTY_WHEN_HEALTHY: dict[tuple[str, str, str], str] = {
     ("recovery", "Detection", "p95"): "troubled",
     ("recovery", "Rollback in steps", "p95"): "troubled",
     ("checkpoints", "Parts of a save", "p95"): "troubled",
+    ("checkpoints", "Deletions by retention", "p95"): "troubled",
     ("checkpoints", "Rejected", "Number"): "troubled",
     ("ranks", "GPU utilisation", GPU): "troubled",
     ("ranks", "GPU memory", GPU): "troubled",

@@ -14,12 +14,15 @@ import pytest
 from nvrx_sre.events.schema import FaultClass
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.monitoring import query
+from nvrx_sre.telemetry.endpoint import EndpointSecurity
+from tests.certificates import make_certificate
 from tests.integration import launched
 from tests.live.live_site import HERE
 from tests.live.told import LiveRun, PolicyStory
 
 pytestmark = pytest.mark.live
 
+PASSWORD = "correct-horse"
 _SERVERS = re.compile(r"Prometheus at (\S+) and Alertmanager at (\S+)")
 
 
@@ -35,29 +38,46 @@ def read_until(popen: subprocess.Popen[str], pattern: str) -> re.Match[str]:
     raise AssertionError(f"no line like {pattern!r} in:\n{''.join(lines)}")
 
 
-def halted_run(root: Path) -> LiveRun:
+def locked(directory: Path) -> tuple[EndpointSecurity, list[str]]:
+    """TLS and a password for an endpoint, and what `monitor` is given to get at it."""
+    made = make_certificate(directory)
+    users, password = directory / "users", directory / "password"
+    for file, text in ((users, f"prom:{PASSWORD}\n"), (password, f"{PASSWORD}\n")):
+        file.write_text(text)
+        file.chmod(0o600)
+    security = EndpointSecurity(tls_cert=made.certificate, tls_key=made.key, users=users)
+    keys = ["--metrics-ca", str(made.certificate), "--metrics-user", "prom", "--metrics-password-file", str(password)]
+    return security, keys
+
+
+def training_run(root: Path, security: EndpointSecurity) -> LiveRun:
     """A told run that trains, at the place where a launcher of this process would have put it."""
-    run = LiveRun("demo", story=PolicyStory())
+    run = LiveRun("demo", story=PolicyStory(), security=security)
     run.at_s = run.train()
     run.tell()
     directory = RunDirectory(root / "demo")
     directory.prepare("demo", {})
-    where = {"url": run.server.url, "pid": directory.take_epoch().pid, "run": "demo"}
+    where = {"url": run.server.url, "pid": directory.take_epoch().pid, "run": "demo", "password": True}
     directory.metrics.write_text(json.dumps(where))
     return run
 
 
 def test_monitor_says_what_fires_and_leaves_nothing_behind(tmp_path: Path, now: float) -> None:
-    """A run that appears is watched, its halt is told in a line, SIGTERM ends everything with exit 0."""
+    """A run that appears is watched through TLS and a password, its halt is told in a line, SIGTERM ends everything
+    with exit 0; the password is in no file or argument of the servers."""
     root, scratch = tmp_path / "runs", tmp_path / "scratch"
     root.mkdir()
     scratch.mkdir()
+    security, keys = locked(tmp_path)
     arguments = ["monitor", "--root", str(root), "--scrape-interval", "0.5", "--values", str(HERE / "values.yaml")]
-    popen = launched.start(arguments, TMPDIR=str(scratch))
+    popen = launched.start([*arguments, *keys], TMPDIR=str(scratch))
     servers = read_until(popen, _SERVERS.pattern)
     read_until(popen, "watching no run yet")
     children = psutil.Process(popen.pid).children(recursive=True)
-    run = halted_run(root)
+    written = [file.read_text(errors="replace") for file in scratch.rglob("*.y*ml")]
+    assert any("password_file" in text for text in written)
+    assert not any(PASSWORD in text for text in [*written, *(" ".join(child.cmdline()) for child in children)])
+    run = training_run(root, security)
     try:
         read_until(popen, rf"watching demo \({re.escape(run.server.url)}\)")
         assert run.server.wait_for_scrapes(2, 60.0)

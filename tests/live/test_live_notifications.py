@@ -1,4 +1,4 @@
-"""Ten situations at once, real launchers where one node is enough: who is told what, against the committed table."""
+"""Twelve situations, real launchers where one node is enough: who is told what, against the committed table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import yaml
 
 from nvrx_sre.core.clock import NS_PER_S
 from nvrx_sre.core.errors import ExitCode
-from nvrx_sre.events.schema import FaultDetected, Phase, Record, RestoredFrom, StepsCommitted
+from nvrx_sre.events.schema import BudgetReset, FaultClass, FaultDetected, Phase, Record, RestoredFrom, StepsCommitted
 from nvrx_sre.monitoring import assets
 from tests import stories
 from tests.integration import launched
@@ -34,6 +35,16 @@ AT_ONCE = 3
 """Situations at the same time: the machine has two cores."""
 QUIET_EVALUATIONS = 20
 """After the last situation ended: longer than every window of values.yaml."""
+HALTED_EVALUATIONS = 8
+"""While a loop that was halted stands still."""
+RESOLVED = {
+    "NvrxRunHalted": "submitted again",
+    "NvrxCrashLooping": r"recovered in .+s, rollback \d+ steps?|submitted again",
+    "NvrxTargetMissing": "it answers again",
+    "NvrxRendezvousStuck": "the group has formed: 2 ranks",
+    "NvrxLauncherStuck": "its loop turns again",
+}
+"""Page -> how its resolution says that it ended."""
 LATENCY_MAX_S = 30.0
 """From the detection of the fault that made it a loop to the page. On an idle machine it is a scrape, an evaluation
 and `group_wait`, a second each; the rest is room for a loaded one."""
@@ -172,9 +183,31 @@ def moved(site: Site) -> None:
     leave(site, second)
 
 
+def loop_then_halt(site: Site) -> None:
+    """A loop of a transient fault pages while the launcher still tries; then it is halted, and submitted again."""
+    run = training(site, "halted-loop")
+    run.at_s = stories_now()
+    for _ in range(3):
+        run.at_s = run.fail(run.at_s, FaultClass.KILLED)
+    run.tell()
+    site.wait_for_page("halted-loop", "NvrxCrashLooping")
+    run.story.finish(stories_now(), exit_code=93)
+    run.tell()
+    assert run.server.wait_for_scrapes(2, 30.0)
+    run.server.close()
+    seen = site.evaluations("NvrxWatchdog")
+    site.wait(lambda: site.evaluations("NvrxWatchdog") > seen + HALTED_EVALUATIONS, "the watchdog")
+    again = LiveRun("halted-loop", port=run.server.port, story=run.story)
+    again.story.add(stories_now(), BudgetReset(reason="the cause is fixed"))
+    again.story.start(stories_now())
+    again.tell()
+    site.wait_for_page("halted-loop", "NvrxCrashLooping", "resolved")
+    leave(site, again)
+
+
 SITUATIONS: tuple[Callable[[Site], None], ...] = (
     *(loop, transient_loop, stopped, flapping, killed, preempted, recovery, finished),
-    *(rendezvous, stuck, moved),
+    *(rendezvous, stuck, moved, loop_then_halt),
 )
 
 
@@ -242,7 +275,7 @@ def test_everybody_is_told_what_the_table_says(site: Site) -> None:
 
 def test_c68_a_crash_loop_pages_once_from_fault_to_cure(site: Site) -> None:
     """One critical notification over all receivers, although the run halts, stands still and starts again."""
-    for run in ("loop", "transient-loop"):
+    for run in ("loop", "transient-loop", "halted-loop"):
         assert len(firing(site, "page", run)) == 1, site.notified(run)
 
 
@@ -257,11 +290,13 @@ def test_the_page_of_a_crash_loop_is_prompt_and_leads_on(site: Site) -> None:
 
 
 def test_every_page_resolved_with_its_cause(site: Site) -> None:
-    """Nobody is left with an open page when all is well."""
+    """Nobody is left with an open page when all is well, and each end says how it came about."""
     for run, told in EXPECTED.items():
         namespace, name = run.split("/")
         for alert in told.get("page", []):
-            site.wait_for_page(name, seen_first(site, run, alert), "resolved", namespace)
+            resolved = site.wait_for_page(name, seen_first(site, run, alert), "resolved", namespace)
+            how = RESOLVED[resolved["labels"]["alertname"]]
+            assert re.fullmatch(how, resolved["annotations"]["resolved"]), resolved["annotations"]
 
 
 def test_a_run_of_the_same_name_elsewhere_is_not_silenced_or_told(site: Site) -> None:

@@ -9,7 +9,7 @@ from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.policy.history import History
 from nvrx_sre.policy.ladder import PolicyFault, decide
-from nvrx_sre.telemetry.endpoint import MetricsServer
+from nvrx_sre.telemetry.endpoint import EndpointSecurity, MetricsServer
 from nvrx_sre.telemetry.metrics import MetricsFold
 from tests import stories
 
@@ -45,15 +45,22 @@ class PolicyStory(stories.Story):
 class LiveRun:
     """One run: a story told in stages to a metric fold that a real endpoint serves."""
 
-    def __init__(self, run: str, port: int | None = None, story: PolicyStory | None = None) -> None:
+    def __init__(
+        self,
+        run: str,
+        port: int | None = None,
+        story: PolicyStory | None = None,
+        security: EndpointSecurity | None = None,
+    ) -> None:
         self.run = run
         self.story = story or PolicyStory()
         self.ledger, self.tracker = Ledger(), IncidentTracker(run)
         self.fold = MetricsFold(run, self.ledger, self.tracker, CLOCK)
-        self.server = MetricsServer(self.fold.registry, "127.0.0.1", port, lambda: True, lambda: True)
+        self.server = MetricsServer(self.fold.registry, "127.0.0.1", port, lambda: True, lambda: True, security)
         self.server.start()
         self.num_told = 0
-        self.begin_s = 0.0
+        self.at_s = 0.0
+        """When the story goes on, in its seconds."""
 
     def tell(self) -> None:
         """Fold what the story has gained since, and let the launcher's loop turn."""

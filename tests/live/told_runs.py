@@ -9,7 +9,15 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from nvrx_sre.core.clock import NS_PER_S, SystemClock
-from nvrx_sre.events.schema import FaultClass, RestoredFrom, SaveFailed, SaveFailure, SaveStarted, Tier
+from nvrx_sre.events.schema import (
+    CheckpointDeleted,
+    FaultClass,
+    RestoredFrom,
+    SaveFailed,
+    SaveFailure,
+    SaveStarted,
+    Tier,
+)
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.telemetry import catalog
@@ -60,7 +68,7 @@ def fill(board: NodeBoard, values: SeriesValues) -> None:
 
 
 def troubled_story(num_incidents: int) -> stories.Story:
-    """So many recovered incidents, then a save that failed and a checkpoint that was rejected."""
+    """So many recovered incidents, saves and deletions, then a save that failed and a checkpoint that was rejected."""
     story, at_s = stories.begin()
     for step in range(1, num_incidents + 1):
         story.steps(at_s, at_s + 0.2, step, step)
@@ -70,6 +78,7 @@ def troubled_story(num_incidents: int) -> stories.Story:
     story.steps(at_s, at_s + 0.2, num_incidents + 1, num_incidents + 1)
     for number in range(num_incidents):
         story.save(at_s + 0.5 + number / 10, num_incidents + 1)
+        story.add(at_s + 0.6 + number / 10, CheckpointDeleted(step=number, directory="d", seconds=0.1))
     story.add(at_s + 4, SaveFailed(step=9, tier=Tier.DURABLE, reason=SaveFailure.STORAGE, message="disk full"))
     story.reject(at_s + 4, 9)
     return story

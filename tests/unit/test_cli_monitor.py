@@ -17,7 +17,10 @@ from nvrx_sre.cli.main import main
 from nvrx_sre.cli.monitor import Endpoint, Shown, View, Watched, alert_table, changes, read_endpoint, shown_alerts
 from nvrx_sre.core import processes
 from nvrx_sre.core.errors import UserError
-from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeTarget
+from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeAccess, ScrapeTarget
+from tests.certificates import make_certificate
+
+NO_ACCESS = ScrapeAccess()
 
 
 def serve(directory: Path, pid: int, port: int = 9400, host: str = "127.0.0.1", ticks: int | None = None) -> Path:
@@ -99,28 +102,53 @@ def test_addresses_and_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "password", "why"),
-    [("https", False, "has TLS:"), ("http", True, "has a password:"), ("https", True, "has TLS and a password:")],
+    ("url", "password", "why"),
+    [
+        ("https://127.0.0.1:1/metrics", False, "its endpoint has TLS: give --metrics-ca"),
+        ("http://127.0.0.1:1/metrics", True, "its endpoint has a password: give --metrics-user and its file"),
+        ("https://127.0.0.1:1/metrics", True, "its endpoint has TLS and a password: give --metrics-ca, --metrics-user"),
+        ("http://10.0.0.1:1/metrics", True, "its password would be sent in the clear"),
+    ],
 )
 def test_an_endpoint_that_is_locked_is_said_to_be_not_scraped(
-    tmp_path: Path, scheme: str, password: bool, why: str
+    tmp_path: Path, url: str, password: bool, why: str
 ) -> None:
     """Neither asked in vain nor passed over in silence; an open one is scraped."""
-    where = {"url": f"{scheme}://127.0.0.1:1/metrics", "pid": os.getpid(), "run": "a", "password": password}
+    where = {"url": url, "pid": os.getpid(), "run": "a", "password": password}
     (serve(tmp_path, os.getpid()) / "metrics.json").write_text(json.dumps(where))
     endpoint = read_endpoint(tmp_path)
     assert endpoint is not None
-    assert why in endpoint.unscraped_because
-    assert alert_table([endpoint], []).row_count == 2
+    assert endpoint.unscraped_because(NO_ACCESS).startswith(why)
+    assert alert_table([endpoint], [], NO_ACCESS).row_count == 2
     opened = read_endpoint(serve(tmp_path / "b", os.getpid()))
     assert opened is not None
-    assert opened.unscraped_because == ""
+    assert opened.unscraped_because(NO_ACCESS) == ""
 
     stack, output = SiteStub(), io.StringIO()
-    view = View(Console(file=output, width=200))
+    view = View(Console(file=output, width=200), NO_ACCESS)
     view.turn(stack, Watched([tmp_path, tmp_path / "b"], None))  # type: ignore[arg-type]  # a stub of the two servers
     assert [target.url for target in stack.targets] == [opened.url]
-    assert f"not watching a ({endpoint.url}): its endpoint {why}" in output.getvalue()
+    assert f"not watching a ({url}): {why}" in output.getvalue()
+
+
+def test_with_its_keys_a_locked_endpoint_is_scraped(tmp_path: Path) -> None:
+    """TLS by the CA, a password by its file; the one without a password is not sent it; never in the clear."""
+    (tmp_path / "password").write_text("s3cret")
+    (tmp_path / "password").chmod(0o600)
+    ca = make_certificate(tmp_path).certificate
+    access = ScrapeAccess(ca=ca, user="prom", password=tmp_path / "password")
+    where = {"pid": os.getpid(), "run": "a"}
+    found = {}
+    for url, password in (("https://h:1/metrics", True), ("https://h:1/metrics", False), ("http://h:1/metrics", True)):
+        (tmp_path / "metrics.json").write_text(json.dumps({**where, "url": url, "password": password}))
+        endpoint = read_endpoint(tmp_path)
+        assert endpoint is not None
+        found[url, password] = (endpoint.unscraped_because(access), endpoint.target().has_password)
+    assert found == {
+        ("https://h:1/metrics", True): ("", True),
+        ("https://h:1/metrics", False): ("", False),
+        ("http://h:1/metrics", True): ("its password would be sent in the clear", True),
+    }
 
 
 class SiteStub:
@@ -167,12 +195,21 @@ def test_changes_are_told_once() -> None:
 
 def test_the_table_says_when_all_is_quiet() -> None:
     """An empty table would look like a broken one."""
-    assert alert_table([], []).row_count == 1
+    assert alert_table([], [], NO_ACCESS).row_count == 1
     shown = Shown(state="firing", alert="A", namespace="n", run="r", severity="critical", summary="s")
-    assert alert_table([], [shown, shown]).row_count == 2
+    assert alert_table([], [shown, shown], NO_ACCESS).row_count == 2
 
 
 def test_what_is_no_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Before a server is started."""
     assert main(["monitor", str(tmp_path)]) == UserError.exit_code
     assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_a_password_that_others_can_read_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """One line that says what to do, before a server is started."""
+    (tmp_path / "password").write_text("s3cret")
+    (tmp_path / "password").chmod(0o644)
+    given = ["--metrics-user", "prom", "--metrics-password-file", str(tmp_path / "password")]
+    assert main(["monitor", "--root", str(tmp_path), *given]) == UserError.exit_code
+    assert "can be read by others: chmod 600" in capsys.readouterr().err

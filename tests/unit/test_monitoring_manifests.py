@@ -270,11 +270,37 @@ def test_the_command_line_writes_checks_and_overrides(tmp_path: Path) -> None:
     assert main([*arguments, "--check"]) == 70
 
 
+def test_a_locked_endpoint_is_scraped_by_the_secrets_names(tmp_path: Path) -> None:
+    """Scheme, certificate check by the name in it, and login, in the operator's words; open endpoints have none."""
+    secrets = ["--scrape-ca-secret", "ca", "--scrape-server-name", "launcher.example", "--scrape-login-secret", "login"]
+    for name, more in (("open", []), ("locked", secrets)):
+        assert main(["generate", "--format", "prometheus-operator", "--out", str(tmp_path / name), *more]) == 0
+    (opened,), (locked,) = (
+        parsed((tmp_path / name / "podmonitor.yaml").read_text())["spec"]["podMetricsEndpoints"]
+        for name in ("open", "locked")
+    )
+    assert locked == opened | {
+        "scheme": "https",
+        "tlsConfig": {"ca": {"secret": {"name": "ca", "key": "ca.crt"}}, "serverName": "launcher.example"},
+        "basicAuth": {
+            "username": {"name": "login", "key": "username"},
+            "password": {"name": "login", "key": "password"},
+        },
+    }
+    assert not {"scheme", "tlsConfig", "basicAuth"} & set(opened)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--format", "prometheus-operator"], "give --out DIR"),
         (["--out", "out", "--cluster", "c1"], "belong to --format prometheus-operator"),
+        (["--out", "out", "--scrape-login-secret", "s"], "give --scrape-ca-secret too"),
+        (["--out", "out", "--scrape-ca-secret", "s"], "--scrape-server-name are given together"),
+        (
+            ["--out", "out", "--scrape-ca-secret", "s", "--scrape-server-name", "n"],
+            "belong to --format prometheus-operator",
+        ),
         (["--out", "out", "--format", "prometheus-operator", "--manifest-label", "release"], "is not NAME=VALUE"),
         (["--out", "out", "--group-labels", "team"], "must contain 'run'"),
         (["--out", "out", "--runbook-base-url", "wiki"], "http or https"),

@@ -12,6 +12,7 @@ from nvrx_sre.core.errors import UserError
 from nvrx_sre.monitoring import assets, query, stack
 from nvrx_sre.monitoring.promtool import samples
 from nvrx_sre.monitoring.webhook import NOTIFICATIONS_MAX, WebhookReceiver, parse_notification
+from tests.certificates import make_certificate
 
 ALERT = {"status": "firing", "labels": {"alertname": "NvrxRunHalted", "severity": "critical", "run": "demo"}}
 BODY = json.dumps({"receiver": "page", "status": "firing", "alerts": [ALERT]}).encode()
@@ -20,12 +21,50 @@ BODY = json.dumps({"receiver": "page", "status": "firing", "alerts": [ALERT]}).e
 def test_prometheus_scrapes_what_the_targets_file_says() -> None:
     """Interval, targets file, rules and Alertmanager are in the configuration."""
     config = stack.StackConfig(scrape_interval_s=0.5)
-    text = stack.prometheus_config(config, Path("/r.yaml"), Path("/t.json"), "http://127.0.0.1:9093")
-    document = yaml.safe_load(text)
+    document = yaml.safe_load(stack.prometheus_config(config, Path("/r.yaml"), Path("/d"), "http://127.0.0.1:9093"))
     assert document["global"]["scrape_interval"] == document["global"]["evaluation_interval"] == "500ms"
-    assert document["scrape_configs"][0]["file_sd_configs"][0]["files"] == ["/t.json"]
+    files = [job["file_sd_configs"][0]["files"] for job in document["scrape_configs"]]
+    assert files == [["/d/targets.json"], ["/d/targets-with-password.json"]]
+    assert not any({"tls_config", "basic_auth"} & set(job) for job in document["scrape_configs"])
     assert document["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] == ["127.0.0.1:9093"]
     assert document["rule_files"] == ["/r.yaml"]
+
+
+def test_only_endpoints_that_ask_get_the_password(tmp_path: Path) -> None:
+    """Both jobs check certificates; one has the name of the password's file, and nothing has the password."""
+    password = tmp_path / "password"
+    password.write_text("s3cret\n")
+    password.chmod(0o600)
+    ca = make_certificate(tmp_path).certificate
+    access = stack.ScrapeAccess(ca=ca, server_name="launcher.example", user="prom", password=password)
+    text = stack.prometheus_config(stack.StackConfig(access=access), Path("/r"), Path("/d"), "http://127.0.0.1:1")
+    opened, locked = yaml.safe_load(text)["scrape_configs"]
+    assert opened["tls_config"] == locked["tls_config"] == {"ca_file": str(ca), "server_name": "launcher.example"}
+    assert "basic_auth" not in opened
+    assert locked["basic_auth"] == {"username": "prom", "password_file": str(password)}
+    assert "s3cret" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"user": "prom"}, "given together"),
+        ({"password": "private"}, "given together"),
+        ({"server_name": "a.example"}, "give the file of their CA too"),
+        ({"user": "prom", "password": "open"}, "can be read by others"),
+        ({"user": "prom", "password": "two"}, "the password and nothing else"),
+        ({"ca": "private"}, "cannot be used"),
+        ({"ca": "none"}, "cannot be used"),
+    ],
+)
+def test_an_access_that_cannot_work_is_refused(tmp_path: Path, given: dict[str, str], message: str) -> None:
+    """Before a server is started, in one line."""
+    for name, text, mode in (("private", "a\n", 0o600), ("open", "a\n", 0o644), ("two", "a\nb\n", 0o600)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+    files = {name: tmp_path / given[name] for name in ("password", "ca") if name in given}
+    with pytest.raises(UserError, match=message):
+        stack.ScrapeAccess(**{**given, **files})  # type: ignore[arg-type]  # paths take the place of their names
 
 
 def test_a_target_is_host_path_scheme_and_labels() -> None:
