@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from nvrx_sre.cli.devices import num_nvidia_devices
+from nvrx_sre.cli.nodes import nodes_from, notices_for_one_node
 from nvrx_sre.cli.run_options import DEFAULT_RUNS, RunOptions, build_run_config, run_options
 from nvrx_sre.cli.running import check_fault_specs, run_and_report
 from nvrx_sre.cli.torchrun_flags import TORCHRUN_FLAGS, TorchrunFlag, Treatment
@@ -70,10 +71,18 @@ def torchrun_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("launch", cls=SectionedCommand, context_settings={"allow_interspersed_args": False})
 @torchrun_options
+@click.option(
+    "--token-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="Several nodes: secret that their launchers share, mode 0600.  [default: link.token in the run directory]",
+)
 @run_options
 @click.argument("script")
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
-def command(options: RunOptions, script: str, script_args: tuple[str, ...], **flags: Any) -> int:
+def command(
+    options: RunOptions, token_file: Path | None, script: str, script_args: tuple[str, ...], **flags: Any
+) -> int:
     """Run your own SCRIPT on the ranks, with torchrun's flags."""
     refuse(flags)
     nproc = num_ranks(flags["nproc_per_node"])
@@ -81,14 +90,18 @@ def command(options: RunOptions, script: str, script_args: tuple[str, ...], **fl
         named(options, flags["rdzv_id"], script, is_module=flags["module"]),
         limits=mapped_limits(options.limits, flags["max_restarts"], flags["shutdown_timeout"]),
     )
-    check_fault_specs(options.fault_specs, nproc)
+    nodes = nodes_from(flags, token_file, options.run_dir)
     config = build_run_config(
         options,
         command=worker_command(script, script_args, is_module=flags["module"]),
         nproc=nproc,
         config_items=identity(script, script_args),
+        nodes=nodes,
     )
-    return run_and_report(config, num_steps=None, notices=notices(flags))
+    check_fault_specs(options.fault_specs, config.world_size)
+    return run_and_report(
+        config, num_steps=None, notices=notices(flags) + (notices_for_one_node(flags) if nodes is None else [])
+    )
 
 
 def identity(script: str, script_args: tuple[str, ...]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.ids import check_run_name, run_name_from
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.faults.plan import load_plan
-from nvrx_sre.launcher.config import ON_BUSY, RunConfig
+from nvrx_sre.launcher.config import ON_BUSY, NodesConfig, RunConfig
 from nvrx_sre.telemetry.endpoint import EndpointSecurity
 from nvrx_sre.telemetry.labels import RankMetrics
 
@@ -344,14 +344,16 @@ def build_run_config(
     nproc: int,
     config_items: dict[str, str],
     exact_replay: bool = False,
+    nodes: NodesConfig | None = None,
 ) -> RunConfig:
     """The launcher's configuration. Raises `UserError` where values do not fit together."""
+    num_least = max(nproc, 1) * (1 if nodes is None else nodes.min_nodes)
     return RunConfig(
         run=options.run,
         run_dir=options.run_dir,
         command=command,
         nproc=nproc,
-        min_world_size=max(nproc, 1) if options.min_world_size is None else options.min_world_size,
+        min_world_size=num_least if options.min_world_size is None else options.min_world_size,
         world_multiple=options.world_multiple,
         tunes_deadlines=options.tunes_deadlines,
         num_standbys=options.standbys,
@@ -375,4 +377,5 @@ def build_run_config(
         rank_metrics=options.rank_metrics,
         labels=options.labels,
         linger=options.linger,
+        nodes=nodes,
     )

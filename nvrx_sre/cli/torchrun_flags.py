@@ -51,8 +51,6 @@ class TorchrunFlag:
         return f"PET_{self.parameter.upper()}"
 
 
-_ONE_NODE = "this launcher runs the ranks of one node"
-
 TORCHRUN_FLAGS: tuple[TorchrunFlag, ...] = (
     TorchrunFlag(
         names=("--nproc-per-node", "--nproc_per_node"),
@@ -92,19 +90,34 @@ TORCHRUN_FLAGS: tuple[TorchrunFlag, ...] = (
         note="has no effect: the launcher hosts the store and gates every rendezvous itself",
     ),
     TorchrunFlag(
+        names=("--nnodes",),
+        treatment=Treatment.HONOURED,
+        note="nodes: a number, or MIN:MAX; node 0 leads",
+    ),
+    TorchrunFlag(
+        names=("--node-rank", "--node_rank"),
+        treatment=Treatment.HONOURED,
+        note="this node, from 0",
+    ),
+    TorchrunFlag(
         names=("--rdzv-endpoint", "--rdzv_endpoint"),
-        treatment=Treatment.MAPPED,
-        note="has no effect: the launcher binds its store to a free port of the loopback address",
+        treatment=Treatment.HONOURED,
+        note="HOST[:PORT] where the other nodes reach node 0, whose launcher listens at that port (29400)",
+    ),
+    TorchrunFlag(
+        names=("--master-addr", "--master_addr"),
+        treatment=Treatment.HONOURED,
+        note="the endpoint's host, where no endpoint is given",
+    ),
+    TorchrunFlag(
+        names=("--master-port", "--master_port"),
+        treatment=Treatment.HONOURED,
+        note="the endpoint's port, where no endpoint is given",
     ),
     TorchrunFlag(
         names=("--rdzv-conf", "--rdzv_conf"),
         treatment=Treatment.MAPPED,
         note="has no effect: deadlines are set in the [deadlines] section of --config",
-    ),
-    TorchrunFlag(
-        names=("--master-port", "--master_port"),
-        treatment=Treatment.MAPPED,
-        note="has no effect: the launcher binds its store to a free port",
     ),
     TorchrunFlag(
         names=("--monitor-interval", "--monitor_interval"),
@@ -128,22 +141,9 @@ TORCHRUN_FLAGS: tuple[TorchrunFlag, ...] = (
         takes_value=False,
     ),
     TorchrunFlag(
-        names=("--nnodes",),
-        treatment=Treatment.REFUSED,
-        note=f"{_ONE_NODE}: start it with --nnodes 1",
-        harmless=("1", "1:1"),
-    ),
-    TorchrunFlag(names=("--node-rank", "--node_rank"), treatment=Treatment.REFUSED, note=_ONE_NODE, harmless=("0",)),
-    TorchrunFlag(
-        names=("--master-addr", "--master_addr"),
-        treatment=Treatment.REFUSED,
-        note=f"{_ONE_NODE}, over the loopback address",
-        harmless=("127.0.0.1", "localhost", "::1"),
-    ),
-    TorchrunFlag(
         names=("--local-addr", "--local_addr"),
         treatment=Treatment.REFUSED,
-        note=f"{_ONE_NODE}, over the loopback address",
+        note="ranks meet over the interface by which their launcher reaches the leader's: set GLOO_SOCKET_IFNAME",
         harmless=("127.0.0.1", "localhost", "::1"),
     ),
     TorchrunFlag(

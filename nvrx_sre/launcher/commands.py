@@ -106,7 +106,8 @@ class Command:
 class Spawn(Command):
     """Start a child on `node`. The shell answers with `Spawned`, or `Exited` with code 127 if it could not.
 
-    `local_rank` and `world_size` go with `rank`: what it is told of them before the call of its training function.
+    `local_rank`, `world_size` and `local_world_size` go with `rank`: what it is told of them before the call of its
+    training function.
     """
 
     child: int
@@ -115,6 +116,7 @@ class Spawn(Command):
     attempt: int
     local_rank: int = 0
     world_size: int = 0
+    local_world_size: int = 0
     node: int = 0
 
 
@@ -123,6 +125,7 @@ class AssignRank(Command):
     """Send `Assign` (with the rank's slots, if it has any) to a parked child, or to one whose rank changes.
 
     `local_rank` is the index of the child's device on its node, which does not change with the rank.
+    `local_world_size`: ranks of the world on the child's node.
     """
 
     child: int
@@ -130,6 +133,8 @@ class AssignRank(Command):
     local_rank: int
     world_size: int
     generation: int
+    local_world_size: int = 0
+    node: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,36 @@ ON_BUSY = ("skip", "wait")
 """What a due save does that finds the writer busy."""
 
 
+DEFAULT_LEADER_PORT = 29_400
+"""torchrun's (`--rdzv-endpoint` without a port)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesConfig:
+    """A run over several nodes, as one of its launchers sees it. Node 0 leads."""
+
+    num_nodes: int
+    min_nodes: int
+    """Fewest nodes that the run may go on with, where the smallest world is not given."""
+    node_rank: int
+    leader_host: str
+    """Name or address by which the others reach node 0."""
+    leader_port: int
+    token_file: Path
+    """Secret that the launchers share; node 0 makes it if it is not there."""
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 2:
+            raise UserError(f"--nnodes is {self.num_nodes}: use 2 or more for several nodes")
+        if not 0 <= self.node_rank < self.num_nodes:
+            raise UserError(f"--node-rank is {self.node_rank}: use 0 to {self.num_nodes - 1}")
+        if not 1 <= self.leader_port <= 65_535:
+            raise UserError(f"the leader's port is {self.leader_port}: use 1 to 65535")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Configuration of one run on one node."""
+    """Configuration of one run, as it is on one node."""
 
     run: str
     """Run name (`core.ids`)."""
@@ -75,16 +102,49 @@ class RunConfig:
     """Who owns the run and how much it matters: `team`, `priority` (prod or dev)."""
     allow_brake: bool = False
     """The site's brake may halt this run (`nvrx-sre brake`)."""
+    nodes: NodesConfig | None = None
+    """None: all ranks are on this node."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that share the ranks evenly."""
+        return 1 if self.nodes is None else self.nodes.num_nodes
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return self.nproc * self.num_nodes
+
+    def shared_settings(self) -> dict[str, str]:
+        """What must be the same on all nodes, by the name that a person knows it by."""
+        settings: dict[str, object] = {
+            "--nnodes": self.num_nodes,
+            "--nproc-per-node": self.nproc,
+            "--min-world-size": self.min_world_size,
+            "--world-multiple": self.world_multiple,
+            "--standbys": self.num_standbys,
+            "--save-every": self.save_every,
+            "--hot-every": "auto" if self.hot_every is None else self.hot_every,
+            "--hot-slots": self.hot_slots,
+            "--keep": self.keep,
+            "--on-busy": self.on_busy,
+            "--fault": " ".join(self.fault_specs),
+            "the interrupt's signal": self.interrupt_signal,
+            **self.config_items,
+            **self.limits.flattened(),
+        }
+        return {name: str(value) for name, value in settings.items()}
 
     def __post_init__(self) -> None:
         check_run_name(self.run)
         if self.nproc < 1:
             raise UserError(f"number of ranks is {self.nproc}: use at least 1")
-        if not 1 <= self.min_world_size <= self.nproc:
-            raise UserError(f"minimum world size is {self.min_world_size}: use 1 to {self.nproc}")
-        if self.world_multiple < 1 or self.nproc % self.world_multiple or self.min_world_size % self.world_multiple:
+        num_ranks = self.world_size
+        if not 1 <= self.min_world_size <= num_ranks:
+            raise UserError(f"minimum world size is {self.min_world_size}: use 1 to {num_ranks}")
+        if self.world_multiple < 1 or num_ranks % self.world_multiple or self.min_world_size % self.world_multiple:
             raise UserError(
-                f"--world-multiple is {self.world_multiple}: the number of ranks, {self.nproc}, and the least of them, "
+                f"--world-multiple is {self.world_multiple}: the number of ranks, {num_ranks}, and the least of them, "
                 f"{self.min_world_size}, must be multiples of it"
             )
         if self.save_every < 1:

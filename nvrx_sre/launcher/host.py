@@ -7,6 +7,7 @@ What is sampled goes to the telemetry's board. Must not: decide anything, touch 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,11 @@ def resident_bytes(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError, ValueError):
         return None
+
+
+def node_name() -> str:
+    """What this node is called: its host's name."""
+    return socket.gethostname()
 
 
 class HostSampler:

@@ -36,7 +36,7 @@ class HotSlots:
             data_bytes,
             blob_bytes,
             num_slots=self._num_slots,
-            num_alike=len(set(range(self.num_ranks)) - set(self._files) | {rank}),
+            num_alike=max(1, self.num_ranks - len(self._files.keys() - {rank})),
             name=f"nvrx-hot-{self._run}-{rank}",
         )
         if old is not None:
@@ -77,9 +77,9 @@ class HotSlots:
         for file in self._files.values():
             file.strand(generation, step)
 
-    def hold(self, slots: Sequence[int]) -> None:
-        """The writer reads `slots[rank]` from now on."""
-        for rank, slot in enumerate(slots):
+    def hold(self, slots: Sequence[int], first_rank: int = 0) -> None:
+        """The writer reads `slots[i]` of rank `first_rank + i` from now on."""
+        for rank, slot in enumerate(slots, first_rank):
             self._files[rank].held_slot = slot
 
     def release(self) -> None:

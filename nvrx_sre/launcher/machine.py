@@ -363,7 +363,7 @@ class Machine:
         """What ranks of `node` held in memory is gone: nothing is sealed on all ranks any more."""
         self._saves.lose("the node was lost")
         self._commits.forget_sealed()
-        self._job.command(c.DropSlots(num_ranks=self._job.nodes.count(node), node=node))
+        self._job.command(c.DropSlots(num_ranks=self._job.num_ranks_on(node), node=node))
         self._job.hot_allowed = False
 
     # --- faults ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ except that `PublishSealed` and then `StrandSlots` leave last (the slots of a sa
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -115,6 +116,9 @@ class Job:
     _strand: int | None = None
     _places: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Node and local index of every device, in their order."""
+    _nodes_of: tuple[str, ...] = ()
+    _nodes: tuple[int, ...] = ()
+    _num_on: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         per_node = self.config.ranks_per_node
@@ -168,7 +172,15 @@ class Job:
     @property
     def nodes(self) -> tuple[int, ...]:
         """Node of each rank of the world."""
-        return tuple(self._places[device][0] for device in self.devices)
+        if self._nodes_of is not self.devices:  # looked up once for each world, however many ranks ask
+            self._nodes_of = self.devices
+            self._nodes = tuple(self._places[device][0] for device in self.devices)
+            self._num_on = Counter(self._nodes)
+        return self._nodes
+
+    def num_ranks_on(self, node: int) -> int:
+        """Ranks of the world on a node."""
+        return self._num_on[node] if self.nodes else 0
 
     @property
     def pending(self) -> int:

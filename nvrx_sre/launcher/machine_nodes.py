@@ -57,7 +57,7 @@ class Nodes:
         job.absent.add(node)
         lost = [child for child in self._roster if child.node == node]
         name = job.node_name(node)
-        job.emit(NodeLost(node=name, node_rank=node, reason=reason, ranks=job.nodes.count(node)))
+        job.emit(NodeLost(node=name, node_rank=node, reason=reason, ranks=job.num_ranks_on(node)))
         for child in lost:
             self._roster.kill(child, "its node is lost", now_ns)
         return sorted(lost, key=lambda child: (child.role is not Role.WORKER, child.rank or 0))
@@ -83,7 +83,8 @@ class Nodes:
 
     def _awaited(self) -> set[int]:
         """Nodes of the world that are not there."""
-        return self._job.absent & set(self._job.nodes)
+        job = self._job
+        return {node for node in job.absent if job.num_ranks_on(node)}
 
     def _is_enough_there(self) -> bool:
         job = self._job

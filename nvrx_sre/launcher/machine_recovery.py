@@ -246,7 +246,7 @@ class Recovery:
         job.devices = devices
         job.hot_allowed = False
         for node in range(job.config.num_nodes):
-            job.command(DropSlots(num_ranks=job.nodes.count(node), node=node))
+            job.command(DropSlots(num_ranks=job.num_ranks_on(node), node=node))
         for child in self._roster.reseat():
             if child.state is not ChildState.ENDING:
                 self._roster.leave(child, job.config.limits.deadlines.teardown_s, now_ns)

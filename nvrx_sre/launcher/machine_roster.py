@@ -182,6 +182,7 @@ class Roster:
                 attempt=child.attempt,
                 local_rank=0 if rank is None else self._job.local_rank(rank),
                 world_size=self._job.world_size,
+                local_world_size=self._job.num_ranks_on(child.node),
                 node=child.node,
             )
         )
@@ -227,6 +228,8 @@ class Roster:
                 local_rank=self._job.local_rank(rank),
                 world_size=self._job.world_size,
                 generation=self._job.pending,
+                local_world_size=self._job.num_ranks_on(child.node),
+                node=child.node,
             )
         )
 

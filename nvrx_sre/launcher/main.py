@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from nvrx_sre.events.schema import (
 from nvrx_sre.launcher.braking import BrakeConsent, write_consent
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.effects import parent_environment
-from nvrx_sre.launcher.host import HostSampler
+from nvrx_sre.launcher.host import HostSampler, node_name
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
 from nvrx_sre.launcher.machine_interval import PROBE_EVERY
 from nvrx_sre.launcher.past import Past, read_past
@@ -221,7 +220,7 @@ def _machine_config(config: RunConfig) -> MachineConfig:
         min_world_size=config.min_world_size,
         world_multiple=config.world_multiple,
         tunes_deadlines=config.tunes_deadlines,
-        node=socket.gethostname(),
+        node=node_name(),
     )
 
 

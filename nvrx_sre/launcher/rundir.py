@@ -45,7 +45,7 @@ def config_digest(items: Mapping[str, str]) -> str:
 class RunDirectory:
     """Paths and identity of one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, node_rank: int = 0) -> None:
         self.path = path
         self.journal = path / "journal"
         self.checkpoints = path / "checkpoints"
@@ -56,7 +56,9 @@ class RunDirectory:
         self.summary = path / "summary.json"
         self.halt = path / "halt.json"
         self._identity = path / RUN_FILE
-        self._children = path / "children.json"
+        of_node = f"-{node_rank:05d}" if node_rank else ""
+        self.forkserver_log = self.logs / f"forkserver{of_node}.log"
+        self._children = path / f"children{of_node}.json"
 
     def prepare(self, run: str, items: Mapping[str, str]) -> bool:
         """Create the directory, or check that it is this run's; True if the run existed before.
@@ -119,6 +121,10 @@ class RunDirectory:
     def newest_epoch(self) -> int:
         """Highest epoch ever taken, 0 if none."""
         return discover.highest_epoch(self.path)
+
+    def has_epoch(self, number: int) -> bool:
+        """The epoch was taken here, by whichever node."""
+        return self._epoch_path(number).exists()
 
     def check_leads(self, epoch: int) -> None:
         """Raise `Superseded` if a higher epoch than `epoch` was taken."""

@@ -72,7 +72,7 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
         nonlocal assign
         assign = _newest_assign(process, assign)
         traceparent = ambient.set_generation(go.generation)
-        set_rank_variables(assign.rank, assign.local_rank, go.world_size, traceparent)
+        set_rank_variables(assign, go, traceparent)
         context = Context(process, assign, go, restarter)
         return GenerationBody(
             function=lambda: context.run(function), result=lambda: context.result, discard=context.discard
