@@ -1,4 +1,4 @@
-"""The node's writer process: `python -m nvrx_sre.checkpoint.writer RUN_DIR RUN [options]`.
+"""The node's writer process; its arguments are RUN_DIR RUN [options].
 
 A child of the launcher, outside every process group: it maps the ranks' slots by descriptors that come over
 its channel, takes `WriteSave`, and answers with `WriterProgress`: written, committed, verified, or failed. One
@@ -7,17 +7,15 @@ launcher's. A full or failing disk ends that save and not the process.
 
 It blocks in `channel.receive` and ends at `Leave`, at the end of the channel, or with its parent (SIGKILL).
 SIGINT and SIGTERM are ignored: at a preemption the last save must still be written, and the launcher decides.
-Must not: load torch before it said Hello, take part in training, write to stdout but for its log.
+Must not: take part in training, write to stdout but for its log.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,8 +40,6 @@ from nvrx_sre.events.settings import ChildSettings
 if TYPE_CHECKING:
     from nvrx_sre.checkpoint.save import Saver
 
-PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
 NICENESS = 5
 """Below training, which gets three times the share of a core that both want: a save has the whole interval between
 saves, a step has not."""
@@ -96,6 +92,8 @@ class Writer:
                 self.save(message)
             elif isinstance(message, wire.Retain):
                 self._retention.request(message.keep, message.epoch)
+            elif isinstance(message, wire.Doorbell):
+                self._channel.doorbell = descriptors[0]
         self._retention.wait_idle(RETENTION_WAIT_S)
 
     def _map(self, message: wire.MapSlots, descriptors: list[int]) -> None:
@@ -215,16 +213,9 @@ def log(text: str) -> None:
     sys.stderr.flush()
 
 
-def die_with_parent() -> bool:
-    """Ask the kernel for SIGKILL when the parent dies; False if it is gone already."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    return os.getppid() == parent
-
-
 def parse_arguments(arguments: Sequence[str]) -> WriterConfig:
     """Configuration from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m nvrx_sre.checkpoint.writer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="writer", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("run")
     parser.add_argument("--bandwidth-bytes-s", type=float, default=None, help="bound of the write rate")
@@ -232,12 +223,12 @@ def parse_arguments(arguments: Sequence[str]) -> WriterConfig:
     return WriterConfig(run_dir=parsed.run_dir, run=parsed.run, bandwidth_bytes_s=parsed.bandwidth_bytes_s)
 
 
-def watcher_of(settings: ChildSettings | None, announce: Callable[[str, int, int], object]) -> Watcher | None:
+def watcher_of(settings: ChildSettings, announce: Callable[[str, int, int], object]) -> Watcher | None:
     """Planned faults of storage, None without any.
 
     Loaded by name and only when a plan is in force, so that a run without one holds no code that can kill it.
     """
-    if settings is None or not settings.fault_specs:
+    if not settings.fault_specs:
         return None
     watcher: Watcher = importlib.import_module("nvrx_sre.faults.storage").StorageFaults(settings.fault_specs, announce)
     return watcher
@@ -250,15 +241,12 @@ def yield_to_training() -> None:
         Path("/proc/self/autogroup").write_text(str(NICENESS), encoding="ascii")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Process main. Exit code 0 at `Leave` or the end of the channel."""
-    config = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+def main(arguments: Sequence[str], settings: ChildSettings, channel: wire.Channel) -> int:
+    """Life of the process. Exit code 0 at `Leave` or the end of the channel."""
+    config = parse_arguments(arguments)
     survive_a_full_disk()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not die_with_parent():
-        return 0
-    channel = wire.Channel(socket.socket(fileno=int(os.environ[wire.CHANNEL_FD_VARIABLE])))
     clock = SystemClock()
     channel.send(wire.Hello(pid=os.getpid(), start_ticks=start_ticks(os.getpid()), mono_ns=clock.monotonic_ns()))
     for name in discover.clear_interrupted(config.run_dir):
@@ -271,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Our own checksum covers every byte, at six times the speed.
     torch.serialization.set_crc32_options(False)
     watcher = watcher_of(
-        ChildSettings.from_environment(os.environ),
+        settings,
         lambda spec, step, passes: channel.send(
             wire.Injected(generation=0, spec=spec, step=step, passes=passes, mono_ns=clock.monotonic_ns())
         ),
@@ -280,11 +268,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     yield_to_training()
     Writer(config, channel, watcher).serve()
     return 0
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not a normal exit: torch's teardown takes seconds and has nothing left to do.
-    os._exit(code)

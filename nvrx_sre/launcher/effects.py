@@ -20,7 +20,9 @@ from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import process
 from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.forkserver import ForkServer, Request, ServerConfig
 from nvrx_sre.launcher.hot import HotSlots
+from nvrx_sre.launcher.orphans import Orphans
 from nvrx_sre.launcher.restorable import Restorables
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.store import StoreHost
@@ -53,7 +55,8 @@ class Effects:
         self.commits_ever = False
         self.num_unsent = 0
         self.passes: dict[str, int] = {}
-        self._is_record_stale = False
+        self._recorded: dict[int, int] = {}
+        """What was written of the children last."""
         self.await_decision: Callable[[int], object] = lambda _: None
         """Waits, bounded, until the decision that led to a generation is on disk; says so if it is not."""
         self.traceparent: Callable[[], str] = lambda: ""
@@ -66,6 +69,16 @@ class Effects:
         self._emit = emit
         self._generation = 0
         self._store = StoreHost()
+        self._orphans = Orphans()
+        self.forks = ForkServer(
+            ServerConfig(
+                environment=child_environment(config.nproc),
+                command=config.command,
+                log=directory.logs / "forkserver.log",
+                answer_s=config.limits.deadlines.init_s,
+            ),
+            clock,
+        )
         self._rank_of: dict[int, int] = {}
         self.restorables = Restorables(
             config.run, directory.path, self.slots, lambda event: emit(event, self._generation, None)
@@ -101,10 +114,17 @@ class Effects:
 
     def close(self) -> None:
         """End whatever still runs, release everything."""
-        for child in list(self.children.values()):
-            child.kill()
-            child.reap()
+        for forked in self.forks.close():
+            if forked.pid:
+                self.children[forked.child].started(forked.pid)
+        for child in self.children.values():
+            if child.pid:
+                child.kill()
+                child.reap()
+            else:
+                child.close()
         self.children.clear()
+        self._orphans.close()
         self.slots.drop()
         self._store.close()
 
@@ -118,36 +138,58 @@ class Effects:
         name = command.role if command.rank is None else f"rank-{command.rank:05d}"
         log = self._directory.logs / f"{name}-attempt-{command.attempt:04d}-{command.child}.log"
         try:
-            child = process.spawn(
-                command.child, command.role, self._arguments(command), self._environment(command), log
-            )
+            child, theirs, output = process.prepare(command.child, command.role, log)
         except OSError as error:
-            self._emit_spawn_failure(command, error)
+            self._put_spawn_failure(command.child, error.strerror or str(error))
             return
         self.children[command.child] = child
-        self._record_children()
-        self._put(c.Spawned(child=command.child, pid=child.pid, start_ticks=child.start_ticks))
+        fork = wire.Fork(
+            child=command.child,
+            role=command.role,
+            name=f"nvrx-{name}",
+            arguments=self._arguments(command),
+            environment=self._environment(command),
+        )
+        self.forks.put(Request(message=fork, channel=theirs, output=output))
+        if command.role is Role.WRITER:
+            self._map_all(child)
 
-    def _emit_spawn_failure(self, command: c.Spawn, error: OSError) -> None:
+    def take_forks(self) -> list[process.Child]:
+        """Children that were started since the last call; the machine hears of others. Never blocks."""
+        started = []
+        for forked in self.forks.take():
+            child = self.children[forked.child]
+            if not forked.pid:
+                child.close()
+                del self.children[forked.child]
+                self._put_spawn_failure(forked.child, forked.error)
+                continue
+            child.started(forked.pid)
+            self._put(c.Spawned(child=child.number, pid=child.pid, start_ticks=child.start_ticks))
+            started.append(child)
+        self._record_children()
+        return started
+
+    def _put_spawn_failure(self, number: int, why: str) -> None:
         self._put(
             c.Exited(
-                child=command.child,
+                child=number,
                 exit_code=SPAWN_FAILED_EXIT,
                 signal=None,
                 exited_ns=self._clock.monotonic_ns(),
                 oom=False,
-                last_line=f"cannot start a process: {error.strerror or error}",
+                last_line=f"cannot start a process: {why}",
             )
         )
 
     def _arguments(self, command: c.Spawn) -> list[str]:
-        if command.role is Role.WRITER:
-            arguments = ["-m", "nvrx_sre.checkpoint.writer", str(self._directory.path), self._config.run]
-            rate = self._config.write_bandwidth_bytes_s
-            return arguments + ([f"--bandwidth-bytes-s={rate}"] if rate else [])
-        return ["-m", "nvrx_sre.session.bootstrap", *self._config.command]
+        if command.role is not Role.WRITER:
+            return list(self._config.command)
+        rate = self._config.write_bandwidth_bytes_s
+        return [str(self._directory.path), self._config.run, *([f"--bandwidth-bytes-s={rate}"] if rate else [])]
 
     def _environment(self, command: c.Spawn) -> dict[str, str]:
+        """What a child has beside the fork server's environment."""
         settings = ChildSettings(
             run=self._config.run,
             run_dir=str(self._directory.path),
@@ -165,7 +207,7 @@ class Effects:
             ranks = rank_environment(command.rank, command.local_rank, command.world_size)
         traceparent = self.traceparent()
         trace = {TRACEPARENT_VARIABLE: traceparent} if traceparent else {}
-        return child_environment(self._config.nproc) | ranks | settings.to_environment() | trace
+        return ranks | settings.to_environment() | trace
 
     def rank_of(self, number: int) -> int | None:
         """Rank that a child holds, None if it has none."""
@@ -173,24 +215,34 @@ class Effects:
 
     def forget(self, number: int) -> None:
         """A child is dead and reaped."""
-        self.children.pop(number, None)
+        child = self.children.pop(number, None)
         self._rank_of.pop(number, None)
+        if child is not None:
+            self._orphans.left_by(child.pid)
         self._record_children()
+
+    def _processes(self) -> dict[int, int]:
+        """pid -> start ticks of everything that was started here and lives."""
+        started = {child.pid: child.start_ticks for child in self.children.values() if child.pid}
+        return started | self.forks.processes()
 
     def _record_children(self) -> None:
         # The record serves the cleaning up after a killed launcher; a full disk must not end a healthy run.
-        children = {child.pid: child.start_ticks for child in self.children.values()}
+        found = self._processes()
+        if found == self._recorded:
+            return
         try:
-            self._directory.record_children(children)
+            self._directory.record_children(found)
         except errors.StorageError:
-            self._is_record_stale = True
+            self._recorded = {}
         else:
-            self._is_record_stale = False
+            self._recorded = found
 
     def retry(self) -> None:
-        """Write again what the disk refused before. Called twice a second."""
-        if self._is_record_stale:
-            self._record_children()
+        """Write again what the disk refused before; see to orphans. Called twice a second."""
+        self._record_children()
+        if not self.forks.is_starting:
+            self._orphans.tend(self._processes())
 
     def _assign(self, command: c.AssignRank) -> None:
         self._rank_of[command.child] = command.rank
@@ -205,8 +257,8 @@ class Effects:
             generation=command.generation,
             slot_data_bytes=slots.data_bytes if slots else 0,
             slot_blob_bytes=slots.blob_bytes if slots else 0,
-            local_world_size=command.local_world_size,
-            node_rank=command.node,
+            local_world_size=command.world_size,
+            node_rank=0,
         )
         self._send(command.child, message, (slots.fd,) if slots else ())
 
@@ -277,10 +329,10 @@ class Effects:
         message = wire.MapSlots(rank=rank, data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
         self._send(number, message, (slots.fd,))
 
-    def map_all_for_writer(self, number: int) -> None:
+    def _map_all(self, child: process.Child) -> None:
         """A new writer learns of all slots there are."""
         for rank, slots in self.slots.files().items():
-            self.map_for_writer(number, rank, slots)
+            self.map_for_writer(child.number, rank, slots)
 
     def _start_save(self, command: c.StartSave) -> None:
         self._directory.check_leads(self._epoch)

@@ -1,8 +1,8 @@
-"""Child processes: started as session leaders, watched by pidfd, ended as whole sessions.
+"""Child processes: forked as session leaders, watched by pidfd, ended as whole sessions.
 
 Each child has one channel (SOCK_SEQPACKET), one log file for both its output streams (no pipe that a stalled
-launcher could fill), and a pidfd. Spawn from the main thread only: PR_SET_PDEATHSIG follows the thread that
-spawned.
+launcher could fill), and, once the fork server (`launcher.forkserver`) has started it, a pid and a pidfd. Before that
+it can be sent messages, which it finds when it starts, and be killed, which it is when it starts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,21 +28,34 @@ STACKS_POLL_S = 0.01
 
 @dataclass(kw_only=True, eq=False)
 class Child:
-    """A live child process and the launcher's ends of it."""
+    """A child process, asked for or alive, and the launcher's ends of it."""
 
     number: int
     role: Role
-    pid: int
-    start_ticks: int
-    pidfd: int
     channel: wire.Channel
     log: Path
-    popen: subprocess.Popen[bytes]
+    pid: int = 0
+    """0 until it was started."""
+    start_ticks: int = 0
+    pidfd: int = -1
+    _is_doomed: bool = False
+    """It was killed before it was started."""
     _stacks_from_bytes: int | None = None
     """Size of the log when stacks were requested, None when none are awaited."""
 
+    def started(self, pid: int) -> None:
+        """It is the process `pid`, a child of this one that nobody has reaped."""
+        self.pid = pid
+        self.start_ticks = processes.start_ticks(pid)
+        self.pidfd = os.pidfd_open(pid)
+        if self._is_doomed:
+            self.kill()
+
     def kill(self) -> None:
-        """SIGKILL the child's whole session; safe to repeat."""
+        """SIGKILL the child's whole session, as soon as it is started; safe to repeat until it is reaped."""
+        if not self.pid:
+            self._is_doomed = True
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -77,12 +87,22 @@ class Child:
         return 0
 
     def reap(self) -> int:
-        """Return code of the dead child (negative: signal). Ends what is left of its session, closes everything."""
-        code = self.popen.wait()
+        """Return code of the child (negative: signal), once it is dead.
+
+        Ends what is left of its session and closes everything. The zombie
+        holds the session's number until here, so that nothing else can be hit.
+        """
+        self.close()
+        os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         self.kill()
+        ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         os.close(self.pidfd)
+        assert ended is not None, "without WNOHANG there is a result"
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def close(self) -> None:
+        """Close the channel; a child that was never started has nothing else."""
         self.channel.close()
-        return code
 
     def last_line(self) -> str:
         """Last non-empty line of the child's output."""
@@ -97,37 +117,17 @@ class Child:
         return ""
 
 
-def spawn(number: int, role: Role, arguments: list[str], environment: Mapping[str, str], log: Path) -> Child:
-    """Start `python *arguments` as a session leader with a channel.
+def prepare(number: int, role: Role, log: Path) -> tuple[Child, wire.Channel, int]:
+    """A child to be started: (its record, its end of the channel, descriptor of its log), the latter two to be closed.
 
-    Raises `OSError` if the process cannot be started.
+    Raises `OSError` if there is no descriptor left, or no room for the log.
     """
     ours, theirs = wire.create_pair()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE_MODE)
     try:
-        popen = subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**environment, wire.CHANNEL_FD_VARIABLE: str(theirs.fileno()), "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE_MODE)
     except OSError:
         ours.close()
-        raise
-    finally:
         theirs.close()
-        os.close(output)
+        raise
     ours.socket.setblocking(False)
-    return Child(
-        number=number,
-        role=role,
-        pid=popen.pid,
-        start_ticks=processes.start_ticks(popen.pid),
-        pidfd=os.pidfd_open(popen.pid),
-        channel=ours,
-        log=log,
-        popen=popen,
-    )
+    return Child(number=number, role=role, channel=ours, log=log), theirs, output

@@ -24,7 +24,6 @@ from nvrx_sre.events.schema import (
     Event,
     Record,
     RestartDecided,
-    Role,
     TelemetryDegraded,
 )
 from nvrx_sre.launcher import commands as c
@@ -176,6 +175,7 @@ class Shell:
         self.effects.await_decision = recorder.await_decision
         self.effects.traceparent = recorder.traceparent
         self._selector.register(self._signals, selectors.EVENT_READ, None)
+        self._selector.register(self.effects.forks, selectors.EVENT_READ, ("forks", None))
 
     def run(self) -> c.Stop:
         """Block until the run ends; the terminal command. Ends every child, also on an unexpected error."""
@@ -255,23 +255,25 @@ class Shell:
         for command in commands:
             self.effects.apply(command)
             if isinstance(command, c.Spawn):
-                self._register(command.child)
+                self._take_forks()
 
-    def _register(self, number: int) -> None:
-        child = self.effects.children.get(number)
-        if child is None:
-            return
+    def _take_forks(self) -> None:
+        for child in self.effects.take_forks():
+            self._register(child)
+
+    def _register(self, child: Child) -> None:
         self._selector.register(child.channel, selectors.EVENT_READ, ("channel", child))
         self._selector.register(child.pidfd, selectors.EVENT_READ, ("death", child))
-        self._registered.add(number)
-        if child.role is Role.WRITER:
-            self.effects.map_all_for_writer(number)
+        self._registered.add(child.number)
 
     def _handle_ready(self, data: Any) -> None:
         if data is None:
             self._handle_signals()
             return
         what, child = data
+        if what == "forks":
+            self._take_forks()
+            return
         if child.number not in self._registered:
             return
         self._drain(child)
@@ -356,6 +358,7 @@ class Shell:
             return
         self._next_housekeeping_ns = now_ns + to_ns(HOUSEKEEPING_S)
         self.effects.retry()
+        self._take_forks()
         self._recorder.note_channel(self.effects.num_unsent, self._num_bad_packets)
         self._recorder.note_degradation(self._machine.generation)
         self._tell_ranks()

@@ -1,20 +1,14 @@
-"""First code of a worker or standby: `python -m nvrx_sre.session.bootstrap script.py args | -m module args`.
+"""First code of a worker or standby, once the fork server has made it a process of its own.
 
-Before anything of the user's is imported it binds its life to the launcher's (parent-death signal, then a check
-that the parent is still the launcher, so that there is no window), says hello and starts the monitor
-thread. Then it runs the script as `__main__`; the decorated training function takes over from there.
-
-Standard library only until the script imports more.
+Before anything of the user's is imported it says hello and starts the monitor thread. Then it runs the script as
+`__main__`; the decorated training function takes over from there.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import runpy
-import signal
-import socket
 import sys
 import traceback
 
@@ -26,31 +20,13 @@ from nvrx_sre.events import channel as wire
 from nvrx_sre.events.settings import STACKS_SIGNAL, ChildSettings
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.session import process
-from nvrx_sre.session.environment import read_settings, watch_rank_variables
+from nvrx_sre.session.environment import watch_rank_variables
 from nvrx_sre.session.heap import keep_freed_memory
 
-PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
 
-
-def bind_to_parent(launcher_pid: int) -> None:
-    """Die with the launcher. Exits at once if it is already gone."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher_pid:
-        os._exit(ExitCode.RETRYABLE)
-
-
-def open_channel() -> wire.Channel:
-    """The child's end of the channel. The descriptor is closed on exec, so grandchildren do not hold it."""
-    descriptor = int(os.environ.pop(wire.CHANNEL_FD_VARIABLE))
-    os.set_inheritable(descriptor, False)
-    return wire.Channel(socket.socket(fileno=descriptor))
-
-
-def connect(settings: ChildSettings) -> RankControl:
+def connect(settings: ChildSettings, channel: wire.Channel) -> RankControl:
     """Say hello and start the monitor thread."""
     clock = SystemClock()
-    channel = open_channel()
     channel.send(wire.Hello(pid=os.getpid(), start_ticks=start_ticks(os.getpid()), mono_ns=clock.monotonic_ns()))
     control = RankControl(channel, clock, settings.interrupt_signal)
     control.install()
@@ -68,18 +44,13 @@ def run_user_code(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def main(arguments: list[str]) -> int:
-    """Exit code of the child."""
-    settings = read_settings()
-    if settings is None or not arguments:
-        print("nvrx-sre: this module is started by the launcher; use `nvrx-sre launch`", file=sys.stderr)
-        return ExitCode.USAGE
-    bind_to_parent(settings.launcher_pid)
+def main(arguments: list[str], settings: ChildSettings, channel: wire.Channel) -> int:
+    """Run `script.py args` or `-m module args`; exit code of the child."""
     survive_a_full_disk()
     keep_freed_memory()
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    process.set_control(settings, connect(settings))
+    process.set_control(settings, connect(settings, channel))
     watch_rank_variables()
     try:
         run_user_code(arguments)
@@ -95,11 +66,3 @@ def main(arguments: list[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not a normal exit: torch's teardown takes seconds and may block on a group that no longer exists.
-    os._exit(code)

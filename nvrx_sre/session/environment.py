@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+import socket
+from collections.abc import Mapping, MutableMapping
 
+from nvrx_sre.core.errors import InternalError
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.settings import ChildSettings
+from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
 from nvrx_sre.telemetry.context import TRACEPARENT_VARIABLE
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def read_settings() -> ChildSettings | None:
-    """Settings of this process, or None if no launcher started it."""
-    return ChildSettings.from_environment(os.environ)
+def take_channel() -> wire.Channel:
+    """The fork server's end of its channel. Its descriptor is not inherited by anything that it executes."""
+    descriptor = int(os.environ.pop(wire.CHANNEL_FD_VARIABLE))
+    os.set_inheritable(descriptor, False)
+    return wire.Channel(socket.socket(fileno=descriptor))
 
 
-def set_rank_variables(assign: wire.Assign, go: wire.Go, traceparent: str) -> None:
-    """Give user code the variables it knows from torchrun, once the rank is known, and its generation's span.
+def enter(environment: Mapping[str, str]) -> ChildSettings:
+    """Take over what this process has beside its fork server's environment; the settings in it.
 
-    Ranks of several nodes meet over the interface that the launcher found; gloo reads it when it forms a group.
+    Raises `InternalError` if there are none, or those of another version.
     """
+    os.environ.update(environment)
+    settings = ChildSettings.from_environment(environment)
+    if settings is None:
+        raise InternalError(f"{SETTINGS_VARIABLE} is not set")
+    return settings
+
+
+def set_rank_variables(rank: int, local_rank: int, world_size: int, traceparent: str) -> None:
+    """Give user code the variables it knows from torchrun, once the rank is known, and its generation's span."""
     environment: MutableMapping[str, str] = os.environ
-    environment["RANK"] = str(assign.rank)
-    environment["LOCAL_RANK"] = str(assign.local_rank)
-    environment["WORLD_SIZE"] = str(go.world_size)
-    environment["LOCAL_WORLD_SIZE"] = str(assign.local_world_size)
-    environment["GROUP_RANK"] = str(assign.node_rank)
+    environment["RANK"] = str(rank)
+    environment["LOCAL_RANK"] = str(local_rank)
+    environment["WORLD_SIZE"] = str(world_size)
+    environment["LOCAL_WORLD_SIZE"] = str(world_size)
+    environment["GROUP_RANK"] = "0"
     environment[TRACEPARENT_VARIABLE] = traceparent
-    if go.interface:
-        environment[INTERFACE_VARIABLE] = go.interface
-        environment["MASTER_ADDR"], environment["MASTER_PORT"] = go.store_host, str(go.store_port)
 
 
 class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # os._Environ has no public name

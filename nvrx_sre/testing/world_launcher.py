@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 RUN = "simulated"
 _DELIVERY_S = 0.002
+_FORK_S = 0.02
+_SLOW_FORK_S = 3.0
+"""A fork, and one from a server that must import everything first."""
 _LEADER_HOST = 0
 
 
@@ -369,9 +372,16 @@ class SimLauncher:
             self._host_of[command.rank] = child.host
         self.children[command.child] = child
         if child.host == _LEADER_HOST:
-            self._start(child)
+            self._fork(child)
         else:
-            self._down.setdefault(child.host, []).append(lambda: self._start(child))
+            self._down.setdefault(child.host, []).append(lambda: self._fork(child))
+
+    def _fork(self, child: SimChild) -> None:
+        """The fork server of the child's host starts it, some time."""
+        rng = self.world.rng
+        self.world.schedule(
+            rng.uniform(0.0, _SLOW_FORK_S if rng.random() < 0.1 else _FORK_S), lambda: self._start(child)
+        )
 
     def _start(self, child: SimChild) -> None:
         boots_ns = self.world.hosts[child.host].boots_until_ns
@@ -382,6 +392,11 @@ class SimLauncher:
             return
         spawned = c.Spawned(child=child.number, pid=child.pid, start_ticks=child.pid)
         self._arrive(child, lambda: self.feed(spawned), 0)
+        child.is_started = True
+        if child.is_doomed:
+            self.world.reach("a child was ended before it was started")
+            self.die(child, exit_code=None, signal=SIGKILL)
+            return
         if self.world.num_bad_starts and child.role is not Role.WRITER:
             self.world.num_bad_starts -= 1
             self.world.schedule(0.2, lambda: self.die(child, exit_code=1, signal=None))
@@ -441,7 +456,10 @@ class SimLauncher:
         delay_s = self.world.rng.uniform(0.001, 0.01)
 
         def kill() -> None:
-            self.world.schedule(delay_s, lambda: self.die(child, exit_code=None, signal=SIGKILL))
+            if child.is_started:
+                self.world.schedule(delay_s, lambda: self.die(child, exit_code=None, signal=SIGKILL))
+            else:
+                child.is_doomed = True
 
         if child.host == _LEADER_HOST:
             kill()
@@ -497,7 +515,13 @@ class SimLauncher:
         )
 
     def _on_leave(self, command: c.LeaveChild) -> None:
-        self._tell(command.child, lambda child: child.on_leave())
+        def leave(child: SimChild) -> None:
+            if child.is_started:
+                child.on_leave()
+            else:
+                child.is_doomed = True
+
+        self._tell(command.child, leave)
 
     def _on_stop(self, command: c.Stop) -> None:
         survivors = [child for child in self.children.values() if child.is_alive]

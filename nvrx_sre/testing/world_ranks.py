@@ -70,6 +70,10 @@ class SimChild:
         self.pid = self.world.new_pid()
         self.is_alive = True
         self.is_stopped = False
+        self.is_started = False
+        """The fork server has made it a process."""
+        self.is_doomed = False
+        """It was killed, or told to leave, before it was started."""
         self.token = 0
         self._last_delivery_ns = 0
 

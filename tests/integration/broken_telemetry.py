@@ -37,10 +37,10 @@ _arguments = Effects._arguments
 
 def noisy(self: Effects, command: c.Spawn) -> list[str]:
     """What a child runs, with a noise before it if it is a rank."""
-    module, bootstrap, *rest = _arguments(self, command)
+    arguments = _arguments(self, command)
     if command.role is Role.WRITER:
-        return [module, bootstrap, *rest]
-    return [module, bootstrap, "-m", "tests.integration.noisy_rank", *rest[1:]]
+        return arguments
+    return ["-m", "tests.integration.noisy_rank", *arguments[1:]]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import select
 import signal
 import socket
 import stat
@@ -281,37 +280,6 @@ def test_the_end_of_the_channel_ends_the_writer(start: Start) -> None:
     writer.process.communicate(timeout=LIMIT_S)
     assert writer.process.returncode == 0
     writer.channel.close()
-
-
-def test_the_writer_dies_with_its_parent(tmp_path: Path) -> None:
-    """SIGKILL of the parent takes the writer along, although the channel is still open elsewhere."""
-    ours, theirs = wire.create_pair()
-    ours.socket.settimeout(LIMIT_S)
-    code = (
-        "import subprocess, sys\n"
-        "subprocess.Popen([sys.executable, '-m', 'nvrx_sre.checkpoint.writer', *sys.argv[2:]],"
-        " pass_fds=(int(sys.argv[1]),))\n"
-        "sys.stdin.read()"
-    )
-    fd = theirs.fileno()
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(fd), str(tmp_path), "demo"],
-        cwd=ROOT,
-        env={**os.environ, wire.CHANNEL_FD_VARIABLE: str(fd)},
-        pass_fds=(fd,),
-        stdin=subprocess.PIPE,
-    )
-    hello = ours.receive()
-    assert hello is not None and isinstance(hello[0], wire.Hello)
-    pidfd = os.pidfd_open(hello[0].pid)
-    parent.kill()
-    parent.communicate(timeout=LIMIT_S)
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    assert poll.poll(LIMIT_S * 1000), "the writer outlived its parent"
-    os.close(pidfd)
-    ours.close()
-    theirs.close()
 
 
 def test_listing_does_not_load_torch(tmp_path: Path) -> None:

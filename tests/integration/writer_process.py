@@ -26,7 +26,7 @@ class WriterProcess:
     def __init__(self, run_dir: Path, *options: str, faults: Sequence[str] = (), prefix: Sequence[str] = ()) -> None:
         self.channel, theirs = wire.create_pair()
         self.channel.socket.settimeout(LIMIT_S)
-        command = [*prefix, sys.executable, "-m", "nvrx_sre.checkpoint.writer", str(run_dir), "demo", *options]
+        command = [*prefix, sys.executable, "-m", "tests.integration.lone_writer", str(run_dir), "demo", *options]
         settings = ChildSettings(
             run="demo",
             run_dir=str(run_dir),

@@ -12,6 +12,7 @@ FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "m
 
 BROAD_EXCEPTS: dict[str, str] = {
     "session/bootstrap.py:main": "outermost boundary of a child's process: the user's code may raise anything",
+    "session/forkserver.py:_go_between": "outermost boundary of a forked process, which must not return to the server",
     "restart/wrapper.py:Restarter._run_generation": "boundary of the training function: whatever it raises is a fault",
     "telemetry/boundary.py:Boundary.call": "boundary of telemetry: a failure there is counted and never passes",
     "cli/main.py:main": "outermost boundary of the program: one line and an exit code for whatever arrives",
@@ -19,9 +20,7 @@ BROAD_EXCEPTS: dict[str, str] = {
 """Boundary -> why it may catch everything. The style guide names what such a boundary is."""
 
 ENVIRONMENT_READERS: dict[str, str] = {
-    "checkpoint/writer.py": "the number of its channel's descriptor, as every child gets it",
     "session/environment.py": "a child's settings, handed over by its launcher; watches what the user's code reads",
-    "session/bootstrap.py": "the descriptor of a child's channel",
     "session/unmanaged.py": "rank and address where a script runs without a launcher",
     "launcher/effects.py": "hands the user's environment on to the children",
     "bench/torchrun_peer.py": "torchrun hands a worker its restart count in the environment",
