@@ -257,8 +257,8 @@ class Effects:
             generation=command.generation,
             slot_data_bytes=slots.data_bytes if slots else 0,
             slot_blob_bytes=slots.blob_bytes if slots else 0,
-            local_world_size=command.world_size,
-            node_rank=0,
+            local_world_size=command.local_world_size,
+            node_rank=command.node,
         )
         self._send(command.child, message, (slots.fd,) if slots else ())
 

@@ -11,6 +11,7 @@ from nvrx_sre.events import channel as wire
 from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
 from nvrx_sre.telemetry.context import TRACEPARENT_VARIABLE
 
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -33,15 +34,21 @@ def enter(environment: Mapping[str, str]) -> ChildSettings:
     return settings
 
 
-def set_rank_variables(rank: int, local_rank: int, world_size: int, traceparent: str) -> None:
-    """Give user code the variables it knows from torchrun, once the rank is known, and its generation's span."""
+def set_rank_variables(assign: wire.Assign, go: wire.Go, traceparent: str) -> None:
+    """Give user code the variables it knows from torchrun, once the rank is known, and its generation's span.
+
+    Ranks of several nodes meet over the interface that the launcher found; gloo reads it when it forms a group.
+    """
     environment: MutableMapping[str, str] = os.environ
-    environment["RANK"] = str(rank)
-    environment["LOCAL_RANK"] = str(local_rank)
-    environment["WORLD_SIZE"] = str(world_size)
-    environment["LOCAL_WORLD_SIZE"] = str(world_size)
-    environment["GROUP_RANK"] = "0"
+    environment["RANK"] = str(assign.rank)
+    environment["LOCAL_RANK"] = str(assign.local_rank)
+    environment["WORLD_SIZE"] = str(go.world_size)
+    environment["LOCAL_WORLD_SIZE"] = str(assign.local_world_size)
+    environment["GROUP_RANK"] = str(assign.node_rank)
     environment[TRACEPARENT_VARIABLE] = traceparent
+    if go.interface:
+        environment[INTERFACE_VARIABLE] = go.interface
+        environment["MASTER_ADDR"], environment["MASTER_PORT"] = go.store_host, str(go.store_port)
 
 
 class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # os._Environ has no public name
