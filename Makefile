@@ -24,6 +24,7 @@ check: setup ## the fast gates: lint, format, types, structure, generated files
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/mypy --explicit-package-bases tests/live
 	@$(BIN)/python -m pytest tests/structure -q
 	@$(BIN)/nvrx-sre generate --check
 

@@ -43,7 +43,7 @@ from nvrx_sre.events.schema import (
 from nvrx_sre.goodput.incidents import IncidentTracker
 
 RUN = "demo"
-START_S = 1_700_000_000
+START_S: float = 1_700_000_000
 
 
 def ns(at_s: float) -> int:

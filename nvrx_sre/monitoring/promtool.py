@@ -133,10 +133,11 @@ def _test(rules: str, groups: Sequence[dict[str, Any]], interval_s: float) -> Ou
         return _call(["test", "rules", "tests.yaml"], directory)
 
 
-def alert_text(rules: str, case: Case, interval_s: float, alert: str, at_s: float) -> str:
-    """Labels and annotations of `alert` as promtool prints them: what was got where nothing was expected."""
+def alert_text(rules: str, case: Case, interval_s: float, *asked: tuple[str, float]) -> str:
+    """Labels and annotations of alerts at moments as promtool prints them: what was got where nothing was expected."""
     group = to_group(case, interval_s, ())
-    group |= {"promql_expr_test": [], "alert_rule_test": [{"eval_time": duration(at_s), "alertname": alert}]}
+    tests = [{"eval_time": duration(at_s), "alertname": alert} for alert, at_s in asked]
+    group |= {"promql_expr_test": [], "alert_rule_test": tests}
     return _test(rules, [group], interval_s).output
 
 

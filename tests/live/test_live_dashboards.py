@@ -182,7 +182,7 @@ def real(
     for name, specs in faults.items():
         arguments = launched.train_arguments(directory / name, *(word for spec in specs for word in ("--fault", spec)))
         arguments[arguments.index("--metrics-linger") + 1] = "60"
-        started[name] = launched.start([*arguments, "--step-deadline", "20"])
+        started[name] = launched.start([*arguments, "--step-deadline", "20", "--keep", "2"])
     urls = [_metrics_url(directory / name, started[name]) for name in faults]
     targets = tuple(ScrapeTarget(url=url) for url in urls)
     with MonitoringStack(StackConfig(targets=targets, scrape_interval_s=SCRAPE_S)) as stack:

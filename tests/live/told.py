@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvrx_sre.core.clock import NS_PER_S, SystemClock
 from nvrx_sre.core.limits import CapLimits
-from nvrx_sre.events.schema import Action, FaultClass, Layer, RestoredFrom
+from nvrx_sre.events.schema import Action, FaultClass, FaultDetected, Layer, RestoredFrom
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.policy.history import History
@@ -29,6 +29,7 @@ class PolicyStory(stories.Story):
         for record in past:
             history.apply(record)
         event = last.event
+        assert isinstance(event, FaultDetected)
         fault = PolicyFault(fault=event.fault, fingerprint=event.fingerprint, high_water=event.high_water)
         decision = decide(history, fault, last.time_ns, CapLimits())
         super().decide(

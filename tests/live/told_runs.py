@@ -111,9 +111,13 @@ def told(run: str, story: stories.Story, mode: RankMetrics) -> Iterator[MetricsS
             fold.apply(record)
         fold.loop_turned(CLOCK.wall_ns())
 
+    def tell_the_rest() -> None:
+        server.wait_for_scrapes(2, 30.0)
+        tell(len(story.records))
+
     tell(5)
     server.start()
-    rest = threading.Thread(target=lambda: (server.wait_for_scrapes(2, 30.0), tell(len(story.records))))
+    rest = threading.Thread(target=tell_the_rest)
     rest.start()
     try:
         yield server

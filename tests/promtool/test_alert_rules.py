@@ -302,7 +302,9 @@ def test_every_alert_says_what_a_woken_person_asks() -> None:
     loop = Run("loop", LOOP, levels={(catalog.WORLD_SIZE_CONFIGURED.name,): 8})
     rules = yaml.safe_load(generate.rules_file(Values()))
     rule = next(item for item in rules["groups"][0]["rules"] if item.get("alert") == "NvrxCrashLooping")
-    asked = promtool.alert_text(generate.rules_file(Values()), case_of("text", [loop], (), 900), 15, rule["alert"], 840)
+    asked = promtool.alert_text(
+        generate.rules_file(Values()), case_of("text", [loop], (), 900), 15, (rule["alert"], 840)
+    )
     for text in (
         'namespace="ml", run="loop", severity="critical"}',
         "Run loop is crash looping: 3 attempts without progress.",
