@@ -30,7 +30,7 @@ from typing import TypeVar
 from nvrx_sre.bench import checkpoint_reading as reading
 from nvrx_sre.bench import checkpoint_reference as reference
 from nvrx_sre.bench.checkpoint_reading import CONTESTANTS, NOTHING, OURS
-from nvrx_sre.bench.rows import Row, summarize
+from nvrx_sre.bench.rows import Row, empty, summarize
 from nvrx_sre.bench.subprocesses import run_to_end
 from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.clock import SystemClock, to_ns
@@ -382,18 +382,7 @@ def absent_peer() -> Row:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PEER_PROBE_TIMEOUT_S)
         said = done.stdout if done.returncode == 0 else "".join(done.stderr.splitlines()[-1:])
         reason = f"{version}: {said.strip() or 'gave no reason'}"
-    return Row(
-        bench=BENCH,
-        contestant=PEER,
-        case="blocked",
-        ranks=0,
-        n=0,
-        median=0.0,
-        p95=0.0,
-        max=0.0,
-        unit="s",
-        note=f"does not run: {reason}",
-    )
+    return empty(f"does not run: {reason}", bench=BENCH, contestant=PEER, case="blocked", ranks=0)
 
 
 PEER_PROBE_TIMEOUT_S = 300.0

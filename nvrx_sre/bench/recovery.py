@@ -1,290 +1,284 @@
-"""How long does a fault cost? Our launcher and `torchrun --max-restarts`, the same model, in the same run.
+"""How long does a fault cost? Our launcher and its peers, the same model and the same fault, in the same run.
 
-Model: a case is a fault kind. Ours runs the reference trainer with that fault again and again, far enough apart
-that the run is back to normal; times come from the journal. The peer runs `torchrun_peer` the same way; times come
-from its stamp files. Per fault
+Model: a benchmark is a list of parts (one contestant, one case, one number of ranks); each gives rows or fails by
+itself, and what is there is handed over after each. Cases and targets: `recovery_cases`. Terms and formulas:
+`recovery_reading`. Contestants: `recovery_ours`, `recovery_peers`. A row with a target says whether it was met; a
+part that failed and a case that a peer cannot do are rows without samples.
 
-    total    = fault -> first new step committed on the slowest rank
-    overhead = total - (redone + 1) x median fault-free step
-
-so that a rollback's repeated work is not counted as recovery, and totals stand beside it. A contestant's median
-step is its own, of the same run.
-
-Blocking: minutes; starts processes and waits for them. Must not: run anything else beside a measurement.
+Blocking: about 20 minutes on two cores; starts processes and waits for them. Must not: run anything else beside a
+measurement.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import statistics
-import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvrx_sre.bench.rows import Row, summarize
-from nvrx_sre.bench.subprocesses import run_to_end
-from nvrx_sre.core.clock import seconds
-from nvrx_sre.core.errors import InternalError, UserError
-from nvrx_sre.events.journal import read_journal
-from nvrx_sre.events.schema import (
-    FaultInjected,
-    GenerationFormed,
-    ProgressResumed,
-    RankReplaced,
-    Record,
-    Role,
-    RolledBack,
-    StandbyReady,
-    StepKind,
-    StepsCommitted,
-    WorkerStarted,
+from nvrx_sre.bench import recovery_ours as ours
+from nvrx_sre.bench.recovery_cases import (
+    AT_EVERY_SIZE,
+    BENCH,
+    COLLECTIVE,
+    DETECTED_MAX_S,
+    HANG,
+    HEARTBEAT_S,
+    LEAK,
+    OVERHEAD_MAX_S,
+    RANKS,
+    STEP_DEADLINE_S,
+    TIMEOUTS_MAX_RATIO,
+    BenchConfig,
 )
+from nvrx_sre.bench.recovery_leak import count_restarts, leak_rows
+from nvrx_sre.bench.recovery_peers import PEERS, TIMES_FASTER, Peer, PeerRun, run_peer
+from nvrx_sre.bench.recovery_ranks import measured_rows, simulated_rows
+from nvrx_sre.bench.recovery_reading import DETECTED, MARKS, Measured, Pace
+from nvrx_sre.bench.rows import Row, empty, summarize, target
+from nvrx_sre.core.clock import SystemClock, seconds
+from nvrx_sre.core.errors import NvrxError
 
-BENCH = "recovery"
 OURS = "nvrx-sre"
-PEER = "torchrun"
-CASES = ("exception", "sigkill")
-EXCEPTION_GAP_S = 1.5
-"""Time between exceptions (seconds): a journal's aggregate of steps covers one second."""
-STANDBY_S = 4.0
-"""Warm-up of a standby where the calibration saw none become ready (seconds)."""
-FIRST_FAULT_STEP = 20
-CALIBRATION_STEPS = 100
-PEER_SAVE_EVERY = 20
-PEER_GAP_STEPS = 30
+
+Say = Callable[[str], None]
+Keep = Callable[[Sequence[Row]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
-    """What to measure."""
+class Part:
+    """One contestant in one case."""
 
-    num_faults: int = 30
-    """Faults of each case for our launcher."""
-    num_peer_faults: int = 10
-    """Faults of each case for torchrun, which needs seconds for each."""
-    ranks: int = 2
-    cases: tuple[str, ...] = CASES
+    contestant: str
+    case: str
+    ranks: int
+    run: Callable[[], list[Row]]
 
-    def __post_init__(self) -> None:
-        if self.num_faults < 1 or self.num_peer_faults < 0 or self.ranks < 1:
-            raise UserError("bench recovery needs at least 1 fault, 0 or more faults of the peer and 1 rank")
+    def __str__(self) -> str:
+        return f"{self.case}, {self.ranks} ranks, {self.contestant}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """One fault and what it cost."""
+class Benchmark:
+    """One measurement. `rows` and `failed` (one line each) grow as it goes on. Makes and removes a scratch folder."""
 
-    total_s: float
-    redone_steps: int
+    def __init__(self, config: BenchConfig, say: Say, keep: Keep) -> None:
+        """`keep` is given all rows so far after every part."""
+        self.rows: list[Row] = []
+        self.failed: list[str] = []
+        self._config = config
+        self._say = say
+        self._keep = keep
+        self._paces: dict[int, Pace] = {}
+        self._scratch = Path()
 
+    def run(self) -> None:
+        """Run all parts. Blocks; a part that fails leaves its reason in `failed`, and the others go on."""
+        clock = SystemClock()
+        with tempfile.TemporaryDirectory(prefix="nvrx-sre-bench-") as scratch:
+            for number, part in enumerate(self._parts()):
+                self._scratch = Path(scratch) / f"part-{number}"
+                self._scratch.mkdir()
+                started_ns = clock.monotonic_ns()
+                found = self._rows_of(part)
+                self.rows += found
+                self._keep(self.rows)
+                spent_s = seconds(clock.monotonic_ns() - started_ns)
+                self._say(f"{part}: {_shown(found)} [{spent_s:.0f} s]")
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """All faults of one case and contestant."""
+    def _rows_of(self, part: Part) -> list[Row]:
+        try:
+            return part.run()
+        except NvrxError as error:
+            self.failed.append(f"{part}: {error}")
+            return [_empty(part.contestant, part.case, part.ranks, f"failed: {error}")]
 
-    recoveries: tuple[Recovery, ...]
-    step_s: float
-    """Median fault-free step."""
-    note: str
+    # --- which parts --------------------------------------------------------------------------------------------
 
-    def overheads_s(self) -> list[float]:
-        """Overhead of each fault."""
-        return [item.total_s - (item.redone_steps + 1) * self.step_s for item in self.recoveries]
-
-
-# --- reading what happened (pure) -------------------------------------------------------------------------
-
-
-def from_records(records: Iterable[Record]) -> Measured:
-    """Faults of a run of ours, from its journal's records. Raises `InternalError` if none was recovered."""
-    recoveries: list[Recovery] = []
-    steps: list[tuple[float, int]] = []
-    injected: FaultInjected | None = None
-    redone = num_warm = num_replaced = 0
-    fresh_generation = True
-    for record in records:
-        event = record.event
-        if isinstance(event, FaultInjected) and injected is None:
-            injected, redone = event, 0
-        elif isinstance(event, RolledBack):
-            redone = max(0, event.high_water - event.step)
-        elif isinstance(event, RankReplaced):
-            num_replaced += 1
-            num_warm += event.warm
-        elif isinstance(event, GenerationFormed):
-            fresh_generation = True
-        elif isinstance(event, StepsCommitted) and event.kind is StepKind.NEW and not event.proven_by_restore:
-            if not fresh_generation:
-                steps.append(_per_step(event))
-            fresh_generation = False
-        elif isinstance(event, ProgressResumed) and injected is not None:
-            total_s = seconds(event.committed_ns - injected.injected_ns)
-            recoveries.append(Recovery(total_s=total_s, redone_steps=redone))
-            injected = None
-    if not recoveries or not steps:
-        raise InternalError("the benchmark's run recorded no recovery or no fault-free step")
-    note = f"{num_warm} of {num_replaced} replacements by a warm standby" if num_replaced else "no process replaced"
-    return Measured(recoveries=tuple(recoveries), step_s=weighted_median(steps), note=note)
-
-
-def _per_step(event: StepsCommitted) -> tuple[float, int]:
-    num_steps = event.last_step - event.first_step + 1
-    return seconds(event.committed_ns - event.started_ns) / num_steps, num_steps
-
-
-def weighted_median(values: Sequence[tuple[float, int]]) -> float:
-    """Median of values that stand for so many steps each."""
-    ordered = sorted(values)
-    half = sum(weight for _, weight in ordered) / 2
-    seen = 0
-    for value, weight in ordered:
-        seen += weight
-        if seen >= half:
-            return value
-    raise InternalError("a median of nothing was asked for")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stamp:
-    """One line of the peer's stamp files."""
-
-    kind: str
-    step: int
-    ns: int
-
-
-def from_stamps(ranks: Sequence[Sequence[Stamp]], save_every: int) -> Measured:
-    """Faults of a run of the peer, from each rank's stamps in order of time."""
-    faults = sorted((stamp for stamps in ranks for stamp in stamps if stamp.kind == "fault"), key=lambda item: item.ns)
-    recoveries = []
-    for fault in faults:
-        first_new_ns = [_first_after(stamps, "step", fault).ns for stamps in ranks]
-        restored = _first_after(ranks[0], "restored", fault)
-        recoveries.append(
-            Recovery(total_s=seconds(max(first_new_ns) - fault.ns), redone_steps=max(0, fault.step - 1 - restored.step))
-        )
-    return Measured(
-        recoveries=tuple(recoveries),
-        step_s=_median_step_s(ranks[0], save_every),
-        note=f"a DCP save every {save_every} steps",
-    )
-
-
-def _first_after(stamps: Sequence[Stamp], kind: str, fault: Stamp) -> Stamp:
-    """First stamp of `kind` after the fault; for steps, the first above the high water mark."""
-    for stamp in stamps:
-        if stamp.kind == kind and stamp.ns > fault.ns and (kind != "step" or stamp.step >= fault.step):
-            return stamp
-    raise InternalError(f"the peer did not come back from its fault at step {fault.step}")
-
-
-def _median_step_s(stamps: Sequence[Stamp], save_every: int) -> float:
-    """Median time between two steps without a save between them."""
-    return statistics.median(
-        seconds(later.ns - earlier.ns)
-        for earlier, later in itertools.pairwise(stamps)
-        if earlier.kind == later.kind == "step" and earlier.step % save_every
-    )
-
-
-# --- making it happen -------------------------------------------------------------------------------------
-
-
-def measure(config: BenchConfig) -> list[Row]:
-    """Run every case for both contestants and return the rows."""
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="nvrx-sre-bench-") as scratch:
-        pace = _calibrate(Path(scratch) / "calibration", config.ranks)
+    def _parts(self) -> Iterator[Part]:
+        config = self._config
         for case in config.cases:
-            measured = _run_ours(Path(scratch) / case, case, config, pace.gap_steps(case))
-            rows += _rows(OURS, case, config, measured)
-            if config.num_peer_faults:
-                rows += _rows(PEER, case, config, _run_peer(Path(scratch) / f"peer-{case}", case, config))
-    return rows
+            for ranks in config.ranks if case in AT_EVERY_SIZE else config.ranks[:1]:
+                yield from self._ours(case, ranks)
+                if config.counts.peers:
+                    yield from self._theirs(case, ranks)
+
+    def _ours(self, case: str, ranks: int) -> Iterator[Part]:
+        config = self._config
+        if case == COLLECTIVE:
+            for timeout_s in config.collective_timeouts_s:
+                yield Part(contestant=OURS, case=_at(timeout_s), ranks=ranks, run=self._collective(ranks, timeout_s))
+        elif case == LEAK:
+            yield Part(contestant=OURS, case=case, ranks=ranks, run=lambda: self._leak(ranks))
+        elif case == RANKS:
+            yield from self._against_ranks()
+        else:
+            yield Part(contestant=OURS, case=case, ranks=ranks, run=lambda: self._our_case(case, ranks))
+
+    def _against_ranks(self) -> Iterator[Part]:
+        config = self._config
+        largest, simulated = max(config.sizes), config.max_simulated
+        yield Part(contestant=OURS, case=RANKS, ranks=largest, run=lambda: measured_rows(OURS, self._scratch, config))
+        yield Part(
+            contestant=OURS, case=f"{RANKS} simulated", ranks=simulated, run=lambda: simulated_rows(OURS, simulated)
+        )
+
+    def _theirs(self, case: str, ranks: int) -> Iterator[Part]:
+        for peer in PEERS:
+            if case in peer.cannot or (case in peer.cases and peer.missing()):
+                reason = peer.missing() or f"{peer.version()} {peer.cannot[case]}"
+                yield Part(contestant=peer.name, case=case, ranks=ranks, run=_cannot(peer, case, ranks, reason))
+            elif case == COLLECTIVE and case in peer.cases:
+                for timeout_s in self._config.collective_timeouts_s:
+                    run = self._their_collective(peer, ranks, timeout_s)
+                    yield Part(contestant=peer.name, case=_at(timeout_s), ranks=ranks, run=run)
+            elif case in peer.cases:
+                yield Part(contestant=peer.name, case=case, ranks=ranks, run=self._their_case(peer, case, ranks))
+
+    # --- ours ---------------------------------------------------------------------------------------------------
+
+    def _pace(self, ranks: int) -> Pace:
+        if ranks not in self._paces:
+            self._paces[ranks] = ours.calibrate(self._scratch / "calibration", ranks)
+        return self._paces[ranks]
+
+    def _our_case(self, case: str, ranks: int) -> list[Row]:
+        pace = self._pace(ranks)
+        measured = ours.run_case(self._scratch / "run", case, ranks, self._config.counts.of(case), pace)
+        if case == HANG:
+            return hang_rows(ranks, measured)
+        return case_rows(OURS, case, ranks, measured, [_note(measured), marks_note(measured)])
+
+    def _collective(self, ranks: int, timeout_s: float) -> Callable[[], list[Row]]:
+        def run() -> list[Row]:
+            count = self._config.counts.collective
+            pace = self._pace(ranks)
+            measured = ours.run_collective(self._scratch / "run", ranks, count, pace, timeout_s)
+            notes = [_note(measured), *self._against_shorter(timeout_s, measured)]
+            return case_rows(OURS, _at(timeout_s), ranks, measured, notes)
+
+        return run
+
+    def _against_shorter(self, timeout_s: float, measured: Measured) -> list[str]:
+        """How the median compares with that at the shortest timeout; nothing at that one, or where it failed."""
+        shortest_s = min(self._config.collective_timeouts_s)
+        base = self._found(OURS, f"{_at(shortest_s)} total")
+        if timeout_s == shortest_s or base is None:
+            return []
+        ratio = statistics.median(measured.totals_s()) / base.median
+        is_met = 1 / TIMEOUTS_MAX_RATIO <= ratio <= TIMEOUTS_MAX_RATIO
+        return [f"total {ratio:.2f} x that at {shortest_s:g} s", target("within 20 %", is_met)]
+
+    def _leak(self, ranks: int) -> list[Row]:
+        measured, counted = count_restarts(self._scratch / "run", ranks, self._config.counts.leak, self._pace(ranks))
+        return leak_rows(OURS, ranks, measured, counted)
+
+    # --- theirs -------------------------------------------------------------------------------------------------
+
+    def _their_case(self, peer: Peer, case: str, ranks: int) -> Callable[[], list[Row]]:
+        def run() -> list[Row]:
+            count = self._config.counts.peers
+            measured = run_peer(peer, PeerRun(out=self._scratch / "peer", case=case, ranks=ranks, num_faults=count))
+            return self._their_rows(peer, case, ranks, measured)
+
+        return run
+
+    def _their_collective(self, peer: Peer, ranks: int, timeout_s: float) -> Callable[[], list[Row]]:
+        def run() -> list[Row]:
+            counts = self._config.counts
+            is_long = timeout_s == max(self._config.collective_timeouts_s)
+            count = counts.peers_long_wait if is_long else counts.peers
+            out = self._scratch / "peer"
+            peer_run = PeerRun(out=out, case=COLLECTIVE, ranks=ranks, num_faults=count, group_timeout_s=timeout_s)
+            return self._their_rows(peer, _at(timeout_s), ranks, run_peer(peer, peer_run))
+
+        return run
+
+    def _their_rows(self, peer: Peer, case: str, ranks: int, measured: Measured) -> list[Row]:
+        notes = [peer.version(), _note(measured)]
+        if case == HANG:
+            notes.append(f"detection included, heartbeat limit {HEARTBEAT_S:g} s")
+        mine = self._found(OURS, f"{case} total", ranks)
+        if mine is not None:
+            times = statistics.median(measured.totals_s()) / mine.median
+            notes.append(f"total {times:.1f} x ours")
+            wanted = TIMES_FASTER.get((peer.name, case))
+            if wanted is not None:
+                notes.append(target(f"at least {wanted:g} x", times >= wanted))
+        return case_rows(peer.name, case, ranks, measured, notes)
+
+    def _found(self, contestant: str, case: str, ranks: int | None = None) -> Row | None:
+        """The row of a case that was measured."""
+        for row in self.rows:
+            if (row.contestant, row.case) == (contestant, case) and row.n and ranks in (None, row.ranks):
+                return row
+        return None
 
 
-def _rows(contestant: str, case: str, config: BenchConfig, measured: Measured) -> list[Row]:
-    redone = statistics.median(item.redone_steps for item in measured.recoveries)
-    note = f"step {measured.step_s * 1000:.1f} ms, median {redone:g} steps redone, {measured.note}"
-    values = {
-        case: measured.overheads_s(),
-        f"{case} total": [item.total_s for item in measured.recoveries],
-    }
+# --- rows (pure) ----------------------------------------------------------------------------------------------
+
+
+def case_rows(contestant: str, case: str, ranks: int, measured: Measured, notes: Sequence[str]) -> list[Row]:
+    """Overhead and total of a case. Ours says whether the overhead's target was met."""
+    overheads_s = measured.overheads_s()
+    wanted_s = OVERHEAD_MAX_S.get((case, ranks)) if contestant == OURS else None
+    verdict = [] if wanted_s is None else [_at_most(wanted_s, statistics.median(overheads_s))]
     return [
-        summarize(samples, bench=BENCH, contestant=contestant, case=name, ranks=config.ranks, unit="s", note=note)
-        for name, samples in values.items()
+        _row(contestant, case, ranks, overheads_s, [*verdict, *notes]),
+        _row(contestant, f"{case} total", ranks, measured.totals_s(), notes),
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """How fast this machine is now: decides only how far apart the faults stand."""
-
-    step_s: float
-    standby_s: float
-
-    def gap_steps(self, case: str) -> int:
-        """Steps between two faults of `case`: after a SIGKILL the next standby must have warmed up again."""
-        gap_s = EXCEPTION_GAP_S if case == "exception" else 2 * self.standby_s
-        return max(2, round(gap_s / self.step_s))
-
-
-def pace_of(records: Iterable[Record]) -> Pace:
-    """Pace from the records of a run without faults. Raises `InternalError` if it took no step."""
-    total_s, total_steps, standby_s = 0.0, 0, STANDBY_S
-    started_ns: int | None = None
-    for record in records:
-        event = record.event
-        if isinstance(event, StepsCommitted):
-            value_s, num_steps = _per_step(event)
-            total_s, total_steps = total_s + value_s * num_steps, total_steps + num_steps
-        elif isinstance(event, WorkerStarted) and event.role is Role.STANDBY:
-            started_ns = record.time_ns
-        elif isinstance(event, StandbyReady) and started_ns is not None:
-            standby_s = seconds(record.time_ns - started_ns)
-    if not total_steps:
-        raise InternalError("the benchmark's calibration took no step")
-    return Pace(step_s=total_s / total_steps, standby_s=standby_s)
+def hang_rows(ranks: int, measured: Measured) -> list[Row]:
+    """Of our hangs: detection past the deadline, overhead after it, and all together."""
+    late_s = [found_s - STEP_DEADLINE_S for found_s in measured.marks_s(DETECTED)]
+    notes = [f"deadline {STEP_DEADLINE_S:g} s", _note(measured)]
+    detection = target(f"every one at most {DETECTED_MAX_S} s", max(late_s) <= DETECTED_MAX_S)
+    after_s = measured.overheads_s(after=DETECTED)
+    wanted_s = OVERHEAD_MAX_S.get(("exception", ranks))
+    verdict = [] if wanted_s is None else [_at_most(wanted_s, statistics.median(after_s))]
+    return [
+        _row(OURS, f"{HANG} detection past the deadline", ranks, late_s, [detection, notes[0]]),
+        _row(OURS, f"{HANG} after detection", ranks, after_s, [*verdict, *notes]),
+        _row(OURS, f"{HANG} total", ranks, measured.totals_s(), notes),
+    ]
 
 
-def _calibrate(run_dir: Path, ranks: int) -> Pace:
-    """Pace of a short run without faults."""
-    _train(run_dir, ranks, CALIBRATION_STEPS, ())
-    return pace_of(read_journal(run_dir / "journal"))
+def marks_note(measured: Measured) -> str:
+    """Where the time went: medians, in ms after the fault."""
+    marks = [(name, measured.marks_s(name)) for name in MARKS]
+    parts = [f"{name} {statistics.median(values) * 1000:.0f}" for name, values in marks if values]
+    done_ms = statistics.median(measured.totals_s()) * 1000
+    return f"ms after the fault: {', '.join(parts)}, first step {done_ms:.0f}"
 
 
-def _run_ours(run_dir: Path, case: str, config: BenchConfig, gap_steps: int) -> Measured:
-    fault_steps = [FIRST_FAULT_STEP + gap_steps * number for number in range(config.num_faults)]
-    specs = [f"{case}@{number % config.ranks}:{step}" for number, step in enumerate(fault_steps)]
-    _train(run_dir, config.ranks, fault_steps[-1] + gap_steps, specs)
-    return from_records(read_journal(run_dir / "journal"))
+def _note(measured: Measured) -> str:
+    redone = statistics.median(item.redone_steps for item in measured.recoveries)
+    return f"step {measured.step_s * 1000:.1f} ms, median {redone:g} steps redone, {measured.note}"
 
 
-def _train(run_dir: Path, ranks: int, steps: int, specs: Sequence[str]) -> None:
-    faults = [argument for spec in specs for argument in ("--fault", spec)]
-    arguments = ["--run-dir", str(run_dir), "--nproc", str(ranks), "--steps", str(steps), "--metrics-linger", "0"]
-    run_to_end([sys.executable, "-m", "nvrx_sre", "train", *arguments, *faults], run_dir.with_suffix(".log"))
+def _at_most(wanted_s: float, median_s: float) -> str:
+    return target(f"median at most {wanted_s:g} s", median_s <= wanted_s)
 
 
-def _run_peer(out: Path, case: str, config: BenchConfig) -> Measured:
-    out.mkdir()
-    fault_steps = [FIRST_FAULT_STEP + 5 + PEER_GAP_STEPS * number for number in range(config.num_peer_faults)]
-    run_to_end(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(config.ranks), "--max-restarts", str(config.num_peer_faults)),
-            *("-m", "nvrx_sre.bench.torchrun_peer", "--out", str(out), "--case", case),
-            *("--steps", str(fault_steps[-1] + PEER_GAP_STEPS), "--save-every", str(PEER_SAVE_EVERY)),
-            *("--fault-steps", *map(str, fault_steps)),
-        ],
-        out.with_suffix(".log"),
-    )
-    return from_stamps([read_stamps(out / f"rank-{rank}.jsonl") for rank in range(config.ranks)], PEER_SAVE_EVERY)
+def _at(group_timeout_s: float) -> str:
+    return f"{COLLECTIVE}, group timeout {group_timeout_s:g} s"
 
 
-def read_stamps(path: Path) -> list[Stamp]:
-    """Stamps of one rank, in order."""
-    return [Stamp(**json.loads(line)) for line in path.read_text().splitlines()]
+def _row(contestant: str, case: str, ranks: int, samples: Sequence[float], notes: Sequence[str]) -> Row:
+    note = "; ".join(notes)
+    return summarize(samples, bench=BENCH, contestant=contestant, case=case, ranks=ranks, unit="s", note=note)
+
+
+def _empty(contestant: str, case: str, ranks: int, reason: str) -> Row:
+    return empty(reason, bench=BENCH, contestant=contestant, case=case, ranks=ranks)
+
+
+def _cannot(peer: Peer, case: str, ranks: int, reason: str) -> Callable[[], list[Row]]:
+    return lambda: [_empty(peer.name, case, ranks, reason)]
+
+
+def _shown(rows: Sequence[Row]) -> str:
+    """A part's first row, in a line."""
+    row = rows[0]
+    return f"median {row.median:.4g} {row.unit} of {row.n}" if row.n else row.note

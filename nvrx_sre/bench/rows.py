@@ -75,6 +75,18 @@ def summarize(samples: Sequence[float], **labels: Unpack[RowLabels]) -> Row:
     )
 
 
+def target(wanted: str, is_met: bool) -> str:
+    """How a note states a target and the verdict on it."""
+    return f"target {wanted}: {'met' if is_met else 'MISSED'}"
+
+
+def empty(reason: str, *, bench: str, contestant: str, case: str, ranks: int) -> Row:
+    """The row of what was not measured, and why: no samples, no figures."""
+    return Row(
+        bench=bench, contestant=contestant, case=case, ranks=ranks, n=0, median=0, p95=0, max=0, unit="", note=reason
+    )
+
+
 def machine_row() -> Row:
     """Where the figures were measured: processor, cores that this process may use, memory, versions."""
     memory_gib = psutil.virtual_memory().total / 2**30

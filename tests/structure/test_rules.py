@@ -22,8 +22,9 @@ BROAD_EXCEPTS: dict[str, str] = {
 ENVIRONMENT_READERS: dict[str, str] = {
     "session/environment.py": "a child's settings, handed over by its launcher; watches what the user's code reads",
     "session/unmanaged.py": "rank and address where a script runs without a launcher",
-    "launcher/effects.py": "hands the user's environment on to the children",
+    "launcher/node.py": "hands the user's environment on to the children",
     "bench/torchrun_peer.py": "torchrun hands a worker its restart count in the environment",
+    "bench/inprocess_peer.py": "NVRx's wrapper hands a rank its number in the environment",
 }
 """Module -> what configuration it reads from, or hands to a child through, the environment."""
 

@@ -1,0 +1,62 @@
+"""A rank under NVRx's in-process `Wrapper`: the same process is called again after a fault.
+
+Model: what a process needs once (imports, corpus, the store of torchrun's agent) is made before the wrapped function; a
+call forms its group under a prefix of its own, loads the newest save and goes on (`peer_training`). `--interval S` sets
+every polling interval and no wait for further ranks; without it the wrapper's defaults hold. `--store-port` is that of
+the wrapper's own store.
+
+The ranks are started by torchrun without restarts, and LOCAL_RANK is removed: later versions otherwise ask NVML for a
+device of that number and end every rank of a CPU run. Process safety: one process a rank. Must not: use any of
+our recovery code; copy any of the peer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from nvidia_resiliency_ext.inprocess import CallWrapper, Wrapper
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from nvrx_sre.bench.peer_training import PeerOptions, PeerRank
+
+
+def intervals(interval_s: float | None) -> dict[str, timedelta]:
+    """Arguments of the wrapper: none for its defaults."""
+    if interval_s is None:
+        return {}
+    polled = ("monitor_thread", "monitor_process", "heartbeat", "progress_watchdog")
+    return {f"{name}_interval": timedelta(seconds=interval_s) for name in polled} | {"last_call_wait": timedelta(0)}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train to the end, through every planned fault."""
+    options, rest = PeerOptions.from_argv(argv)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--store-port", type=int, required=True)
+    parser.add_argument("--interval", type=float)
+    own = parser.parse_args(rest)
+    os.environ.pop("LOCAL_RANK", None)
+    agent_store, _, _ = next(rendezvous("env://"))
+    trainee = PeerRank(options)
+    timeout = timedelta(seconds=options.group_timeout_s)
+
+    def train(call: CallWrapper) -> None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = PrefixStore(f"call-{call.iteration}", agent_store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        trainee.train(rank, world_size, lambda: None)
+        dist.destroy_process_group()
+
+    wrapped: Any = Wrapper(store_kwargs={"port": own.store_port}, **intervals(own.interval))(train)
+    wrapped()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
