@@ -40,17 +40,25 @@ def _count(q: Query, metric: Metric, *by: str) -> str:
     return f"sum by ({', '.join(by)}) ({samples})" if by else f"sum({samples})"
 
 
+def _at_most(quantiles: str, largest: str) -> str:
+    """Interpolation within a bucket may pass the largest sample; a person should not see that."""
+    return f"({quantiles}) <= ({largest}) or ({largest}) and ({quantiles})"
+
+
 def percentiles(q: Query, title: str, description: str, metric: Metric, most: Metric, *by: str) -> Panel:
     """A table of `metric` in the time range, all runs chosen together: count, median, 95th percentile; and `most`,
     the largest so far, 0 where all were."""
     unit = "s" if metric.unit == "seconds" else "none"
+    so_far = f"max by ({', '.join(by)}) ({q.latest(most, *by)})"
     columns = [Column(title=label.capitalize(), label=label) for label in by]
     columns += [
         Column(title="Count", expr=f"{_count(q, metric, *by)} > 0", decimals=0),
-        Column(title="p50", expr=quantile(q, 0.5, metric, *by), unit=unit, decimals=2),
-        Column(title="p95", expr=quantile(q, 0.95, metric, *by), unit=unit, decimals=2),
+        *(
+            Column(title=title, expr=_at_most(quantile(q, share, metric, *by), so_far), unit=unit, decimals=2)
+            for title, share in (("p50", 0.5), ("p95", 0.95))
+        ),
     ]
-    largest = f"max by ({', '.join(by)}) ({q.latest(most, *by)}) > 0 or 0 * ({_count(q, metric, *by)} > 0)"
+    largest = f"{so_far} > 0 or 0 * ({_count(q, metric, *by)} > 0)"
     columns.append(Column(title="Max so far", expr=largest, unit=unit, decimals=2))
     note = f" In the chosen time range; the 95th percentile is hidden below {MIN_SAMPLES} samples."
     return table(title, description + note, 12, columns, no_value="none")

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 
+from nvrx_sre.monitoring.picture_axis import clock_lines, lines_between, step_for
 from nvrx_sre.monitoring.picture_data import Evaluated, Mark, Series, View
 from nvrx_sre.monitoring.picture_values import COLORS, field_of
 
 LEFT, RIGHT, TOP, TIME_AXIS = 64, 12, 6, 20
+ROUNDING = 1e-9
 LEGEND_LINE = 18
 CHARACTER = 7.9
 """Pixels of a character of the legend."""
-NUM_TICKS = 5
 GRID_COLOR, TEXT_COLOR = "#25282e", "#9d9fa8"
 STRIP_LABEL = 110
 
@@ -42,7 +43,9 @@ class _Frame:
         return self.left + share * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        return self.bottom - (value - self.low) / (self.high - self.low) * (self.bottom - self.top)
+        """What is beyond an end of the axis lies on its edge."""
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return self.bottom - share * (self.bottom - self.top)
 
 
 def chart(item: Evaluated, marks: Sequence[Mark], view: View, size: tuple[int, int]) -> str:
@@ -98,13 +101,24 @@ def _stack(series: Sequence[Series]) -> list[tuple[tuple[Point, ...], tuple[Poin
 
 
 def _scale(item: Evaluated, values: Sequence[float]) -> tuple[float, float]:
-    """Least and greatest value of the axis, never equal."""
+    """Least and greatest value of the axis, never equal; round numbers where the panel does not fix them."""
     defaults = item.panel["fieldConfig"]["defaults"]
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = defaults.get("min", min(finite)), defaults.get("max", max(finite))
     if defaults.get("decimals") == 0:
         high = max(high, low + 1)
-    return low, high if high > low else low + max(abs(low), 1.0)
+    if high <= low:
+        high = low + max(abs(low), 1.0)
+    step = _step(item, low, high)
+    return (
+        low if "min" in defaults else math.floor(low / step + ROUNDING) * step,
+        high if "max" in defaults else math.ceil(high / step - ROUNDING) * step,
+    )
+
+
+def _step(item: Evaluated, low: float, high: float) -> float:
+    defaults = item.panel["fieldConfig"]["defaults"]
+    return step_for(high - low, defaults.get("unit", "none"), is_whole=defaults.get("decimals") == 0)
 
 
 def _pieces(points: Sequence[Point], step_s: float) -> Iterator[list[Point]]:
@@ -145,16 +159,10 @@ def _mark(frame: _Frame, mark: Mark) -> str:
 def _axes(item: Evaluated, frame: _Frame) -> str:
     field = field_of(item.panel, "")
     parts = [_time_axis(frame)]
-    for index in range(NUM_TICKS):
-        value = frame.low + (frame.high - frame.low) * index / (NUM_TICKS - 1)
+    for value in lines_between(frame.low, frame.high, _step(item, frame.low, frame.high)):
         y = frame.y(value)
         parts.append(f"<line x1='{frame.left}' x2='{frame.right}' y1='{y:.1f}' y2='{y:.1f}' stroke='{GRID_COLOR}'/>")
-        text = (
-            field.text(value)
-            if frame.high - frame.low >= NUM_TICKS or "decimals" not in field.options
-            else f"{value:g}"
-        )
-        parts.append(_text(frame.left - 6, y + 4, text, "end"))
+        parts.append(_text(frame.left - 6, y + 4, field.text(value), "end"))
     return "".join(parts)
 
 
@@ -162,8 +170,7 @@ def _time_axis(frame: _Frame) -> str:
     view = frame.view
     form = "%H:%M" if view.end_s - view.start_s >= 600 else "%H:%M:%S"
     parts = []
-    for index in range(1, 6):
-        at = view.start_s + (view.end_s - view.start_s) * index / 6
+    for at in clock_lines(view.start_s, view.end_s, frame.right - frame.left):
         parts.append(_text(frame.x(at), frame.bottom + 15, datetime.fromtimestamp(at, UTC).strftime(form), "middle"))
     return "".join(parts)
 

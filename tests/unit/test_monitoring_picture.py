@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from nvrx_sre.monitoring import picture, picture_data, picture_values, query
+from nvrx_sre.monitoring import picture, picture_chart, picture_data, picture_values, query
 from nvrx_sre.monitoring.dashboards import dashboard_files
+from nvrx_sre.monitoring.picture_axis import clock_lines, lines_between, step_for
 from nvrx_sre.monitoring.picture_data import View
 from nvrx_sre.monitoring.query import Course, Sample
 from nvrx_sre.monitoring.values import Values
@@ -238,3 +239,35 @@ def test_every_dashboard_can_be_drawn_without_data(file: str, answer: Callable[[
     assert page.count("<div class=panel") == sum(item["type"] != "row" for item in document["panels"])
     assert 0 < picture.top_height(document) < picture.page_height(document)
     assert "http" not in page
+
+
+@pytest.mark.parametrize(
+    ("high", "unit", "is_whole", "lines"),
+    [
+        (5.49, "none", False, [0, 2, 4]),
+        (1.0, "percentunit", False, [0, 0.25, 0.5, 0.75, 1.0]),
+        (0.957, "s", False, [0, 0.25, 0.5, 0.75]),
+        (59.4, "s", False, [0, 20, 40]),
+        (420.0, "s", False, [0, 120, 240, 360]),
+        (4.0e8, "bytes", False, [0, 2**27, 2**28]),
+        (3.0, "none", True, [0, 1, 2, 3]),
+        (638.0, "none", True, [0, 200, 400, 600]),
+    ],
+)
+def test_an_axis_has_lines_at_round_numbers(high: float, unit: str, is_whole: bool, lines: list[float]) -> None:
+    """Such as a person would choose in that unit, five at most."""
+    step = step_for(high, unit, is_whole=is_whole)
+    assert lines_between(0, high, step) == pytest.approx(lines)
+
+
+def test_times_of_day_are_round_and_fit_side_by_side() -> None:
+    """Every 20 s of a minute and a half where six labels fit, every five minutes of half an hour."""
+    minute = 1_700_000_040.0
+    assert clock_lines(minute, minute + 90, 370) == [minute + 20 * index for index in range(5)]
+    assert {at % 300 for at in clock_lines(minute, minute + 1_800, 600)} == {0}
+
+
+def test_a_value_beyond_the_axis_is_drawn_on_its_edge() -> None:
+    """A share of more than everything, as rounding makes it, does not leave its panel."""
+    frame = picture_chart._Frame(view=VIEW, left=0, right=10, top=5, bottom=105, low=0, high=1)
+    assert (frame.y(1.3), frame.y(0.5), frame.y(-1)) == (5, 55, 105)
