@@ -22,7 +22,7 @@ from typing import Any
 from nvrx_sre.core.errors import Interrupted
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Phase
-from nvrx_sre.restart import abort, health, torch_errors
+from nvrx_sre.restart import abort, compiled, health, torch_errors
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.restart.leftovers import Leftovers
 
@@ -135,6 +135,7 @@ class Restarter:
         self.control.enter(Phase.TEARDOWN, tell=False)
         self.groups.abort()
         self.groups.clear()
+        compiled.reset()
         reason = self.leftovers.end()
         abort.reset_interpreter_state()
         return reason or health.process_fitness()

@@ -1,0 +1,33 @@
+"""torch.compile between generations: nothing that was compiled for the old one is used by the next.
+
+Compiled code is guarded by the modules, parameters and groups of its generation; kept, it would be traced again
+beside the old until dynamo's recompile limit turns a run that restarts often into an eager one, without a word.
+What inductor made lies in its cache on disk (`TORCHINDUCTOR_CACHE_DIR`), which all ranks and standbys of a node
+share, so that the next generation finds it there.
+
+The private names are those of torch 2.11 to 2.13. Main thread only, after the training function has left.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+def reset() -> None:
+    """Forget compiled code and stop the workers that compile; nothing happens in a process that never compiled.
+
+    Blocks until a compile that the interrupt cut short has let go of inductor's subprocess, if it uses one.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return
+    torch.compiler.reset()
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is None:
+        return
+    inductor.shutdown_compile_workers()
+    threads = inductor.AsyncCompile.pool
+    if threads.cache_info().currsize:
+        threads().shutdown(wait=False, cancel_futures=True)
+        threads.cache_clear()
