@@ -1,9 +1,10 @@
 """What telemetry costs: a step event in the rank, its share of a step, events in the launcher, a scrape, the exit.
 
-The rank's side is measured as it is in training: pack the step report and send it without blocking over a
-real socketpair to another process that receives and decodes. `back to back` has the receiver always
-running; in `paced` it sleeps in between, so that each send also wakes it. `share of a step` alternates steps of
-10 ms of work with and without a report, and compares them in pairs. The launcher's side is in
+The rank's side is measured as it is in training: read the clock, sum up the step's times, pack the report and send it
+without blocking to another process that takes it in as a launcher does (`launcher.intake`). `back to back` is without
+a pause. In `paced` the rank sleeps in between: its core has gone to sleep as well. In `after work` it works in between,
+as a training does: its core is busy, and who wakes another process may be put aside for it. `share of a step` takes
+steps of 10 ms of work with and without a report in turn, and compares them in pairs. The launcher's side is in
 `bench.telemetry_launcher`.
 
 A row whose question has a target says in its note what the target is and whether it was met. Must not: run beside
@@ -13,19 +14,23 @@ a training.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nvrx_sre.bench import telemetry_launcher as launcher
-from nvrx_sre.bench.rows import Row, machine_row, percentile, summarize, write_json
-from nvrx_sre.bench.telemetry_launcher import BENCH, CONTESTANT, target
+from nvrx_sre.bench.rows import Row, machine_row, percentile, summarize, target, write_json
+from nvrx_sre.bench.telemetry_launcher import BENCH, CONTESTANT
 from nvrx_sre.core.clock import SystemClock, seconds, to_ns
-from nvrx_sre.events.channel import NO_LOSS, Channel, create_pair, pack_step
+from nvrx_sre.events.channel import NO_LOSS, Channel, Doorbell, Finished, create_pair, pack_step
+from nvrx_sre.events.schema import Phase
+from nvrx_sre.session.times import StepTimes
 from nvrx_sre.telemetry import context
 
 STEP_MEDIAN_MAX_US = 10.0
@@ -34,7 +39,7 @@ SHARE_MAX_PERCENT = 0.1
 STEP_S = 0.01
 """Length of a step whose share telemetry takes."""
 PACE_S = 0.002
-"""Pause between paced steps: about that of the fastest models a person would train."""
+"""Pause, or work, between paced steps: about a step of the fastest models a person would train."""
 _NS_PER_US = 1_000
 _CHUNK = bytes(64 * 1024)
 
@@ -55,8 +60,9 @@ def measure(config: BenchConfig | None = None) -> list[Row]:
     """All cases. The machine's row is the last. Main thread only."""
     config = config or BenchConfig()
     return [
-        _rank_row("step event, back to back", config.num_steps, 0.0),
-        _rank_row("step event, paced", config.num_paced_steps, PACE_S),
+        _rank_row("step event, back to back", config.num_steps, lambda: None),
+        _rank_row("step event, paced", config.num_paced_steps, _sleeping(), has_target=True),
+        _rank_row("step event, after work", config.num_paced_steps, _working(), has_target=True),
         _share_row(config.num_pairs),
         *launcher.measure(config.launcher),
         machine_row(),
@@ -72,25 +78,61 @@ def run_bench(json_path: Path | None = None) -> list[Row]:
 
 
 @contextmanager
-def _receiver() -> Iterator[Channel]:
-    """A rank's end of a channel to another process that receives and decodes."""
+def _reporter() -> Iterator[Reporter]:
+    """A rank that reports to another process, which takes in what comes as a launcher does."""
     ours, theirs = create_pair()
-    command = [sys.executable, "-m", "nvrx_sre.bench.telemetry", "--drain", str(ours.fileno())]
-    with subprocess.Popen(command, pass_fds=[ours.fileno()], stdout=subprocess.PIPE) as drain:
+    command = [sys.executable, "-m", "nvrx_sre.bench.telemetry", "--take-in", str(ours.fileno())]
+    with subprocess.Popen(command, pass_fds=[ours.fileno()], stdout=subprocess.PIPE) as launcher_process:
         ours.close()
-        assert drain.stdout is not None
-        drain.stdout.readline()  # it is up
+        assert launcher_process.stdout is not None
+        launcher_process.stdout.readline()  # it is up
+        received = theirs.receive()
+        assert received is not None and isinstance(received[0], Doorbell)
+        theirs.doorbell = received[1][0]
         try:
-            yield theirs
+            yield Reporter(theirs)
         finally:
+            theirs.send(Finished(generation=1, step=0, result={}, mono_ns=0))
             theirs.close()
+            os.close(theirs.doorbell)
 
 
-def _rank_row(case: str, num_steps: int, pace_s: float) -> Row:
-    with _receiver() as channel:
-        samples_us = _send_steps(channel, num_steps, pace_s)
-        note = f"build, encode, send; {channel.num_dropped} of {num_steps} dropped"
-    if pace_s:
+class Reporter:
+    """What a rank does for telemetry at a step boundary (`session.context`)."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._clock = SystemClock()
+        self._times = StepTimes(self._clock)
+        self._tokens = 0
+
+    def report(self, step: int) -> None:
+        """Report a step, which took some time that was not spent on a checkpoint."""
+        context.set_step(step)
+        self._times.switch(Phase.STEP)
+        self._tokens += 1024
+        packet = pack_step(
+            1,
+            step,
+            self._clock.monotonic_ns(),
+            *self._times.totals_s(),
+            self._tokens,
+            NO_LOSS,
+            False,
+            -1,
+            False,
+            0,
+            0,
+            0,
+        )
+        self.channel.send_step_nowait(packet, is_urgent=False)
+
+
+def _rank_row(case: str, num_steps: int, between: Callable[[], object], *, has_target: bool = False) -> Row:
+    with _reporter() as reporter:
+        samples_us = _report_steps(reporter, num_steps, between)
+        note = f"times, build, encode, send; {reporter.channel.num_dropped} of {num_steps} dropped"
+    if has_target:
         median_us, p99_us = percentile(samples_us, 0.5), percentile(samples_us, 0.99)
         is_met = median_us <= STEP_MEDIAN_MAX_US and p99_us <= STEP_P99_MAX_US
         wanted = f"median at most {STEP_MEDIAN_MAX_US:.0f} us, p99 ({p99_us:.1f}) at most {STEP_P99_MAX_US:.0f} us"
@@ -98,36 +140,38 @@ def _rank_row(case: str, num_steps: int, pace_s: float) -> Row:
     return summarize(samples_us, bench=BENCH, contestant=CONTESTANT, case=case, ranks=1, unit="us", note=note)
 
 
-def _send_steps(channel: Channel, num_steps: int, pace_s: float) -> list[float]:
+def _report_steps(reporter: Reporter, num_steps: int, between: Callable[[], object]) -> list[float]:
     """Microseconds that each step event took."""
-    clock, pause = SystemClock(), threading.Event()
+    clock = SystemClock()
     samples_us = []
     for step in range(1, num_steps + 1):
         started_ns = clock.monotonic_ns()
-        _report_step(channel, step, started_ns)
+        reporter.report(step)
         samples_us.append((clock.monotonic_ns() - started_ns) / _NS_PER_US)
-        if pace_s:
-            pause.wait(pace_s)
+        between()
     return samples_us
 
 
-def _report_step(channel: Channel, step: int, mono_ns: int) -> None:
-    """What a rank does for telemetry at a step boundary."""
-    context.set_step(step)
-    packet = pack_step(1, step, mono_ns, 0.1 * step, 0.0, 0.0, 0.0, 1024 * step, NO_LOSS, False, -1, False, 0, 0, 0)
-    channel.send_step_nowait(packet, is_urgent=False)
+def _sleeping() -> Callable[[], object]:
+    pause = threading.Event()
+    return lambda: pause.wait(PACE_S)
+
+
+def _working() -> Callable[[], object]:
+    num_chunks = _chunks_for(SystemClock(), PACE_S)
+    return lambda: _work(num_chunks)
 
 
 def _share_row(num_pairs: int) -> Row:
     """What a report adds to a step of 10 ms, in percent of the step."""
     clock = SystemClock()
     num_chunks = _chunks_for(clock, STEP_S)
-    with _receiver() as channel:
+    with _reporter() as reporter:
 
         def step_s(number: int) -> float:
             started_ns = clock.monotonic_ns()
             _work(num_chunks)
-            _report_step(channel, number, clock.monotonic_ns())
+            reporter.report(number)
             return seconds(clock.monotonic_ns() - started_ns)
 
         def bare_s() -> float:
@@ -164,17 +208,37 @@ def _chunks_for(clock: SystemClock, wanted_s: float) -> int:
     return max(1, num_chunks // 10)
 
 
-def _drain(descriptor: int) -> None:
-    """The other process: receive and decode until the sender is gone."""
+@dataclass
+class _Rank:
+    """The reporting rank, as the other process sees it."""
+
+    number: int
+    channel: Channel
+
+
+def _take_in(descriptor: int) -> None:
+    """The other process: take in what comes until the rank has finished."""
+    import selectors
     import socket
 
-    channel = Channel(socket.socket(fileno=descriptor))
+    from nvrx_sre.launcher import commands
+    from nvrx_sre.launcher.intake import Intake
+
+    rank = _Rank(0, Channel(socket.socket(fileno=descriptor)))
+    rank.channel.socket.setblocking(False)
+    inputs: deque[commands.Input] = deque()
+    intake = Intake(selectors.DefaultSelector(), inputs.append, lambda number: number, lambda: 1)
+    intake.add(rank)
     sys.stdout.write("up\n")
     sys.stdout.flush()
-    while channel.receive_plain() is not None:
-        pass
-    channel.socket.close()
+    is_finished = False
+    while not is_finished:
+        intake.select(1.0)
+        while inputs:
+            item = inputs.popleft()
+            is_finished = isinstance(item, commands.FromChild) and isinstance(item.message, Finished)
+    rank.channel.close()
 
 
 if __name__ == "__main__":
-    _drain(int(sys.argv[2]))
+    _take_in(int(sys.argv[2]))

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from nvrx_sre.bench.fault_records import fault_records, quiet_record
-from nvrx_sre.bench.rows import Row, percentile, summarize
+from nvrx_sre.bench.rows import Row, percentile, summarize, target
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.events.schema import Record, StepsCommitted
 from nvrx_sre.launcher import main as launcher
@@ -58,11 +58,6 @@ class LauncherConfig:
     num_records: int = 20_000
     num_scrapes: int = 50
     num_exits: int = 5
-
-
-def target(wanted: str, is_met: bool) -> str:
-    """How a note states a target and the verdict on it."""
-    return f"target {wanted}: {'met' if is_met else 'MISSED'}"
 
 
 def measure(config: LauncherConfig) -> list[Row]:

@@ -551,12 +551,17 @@ class Channel:
         return decode(packet), descriptors
 
     def receive_plain(self) -> Message | None:
-        """`receive` for the launcher's end, the hot one: no child sends descriptors, and the kernel drops them."""
-        try:
-            packet = self.socket.recv(MAX_PACKET_BYTES)
-        except ConnectionError:
-            return None
-        return decode(packet) if packet else None
+        """`receive` for the launcher's end, the hot one: no child sends descriptors, and the kernel drops them.
+
+        A child that died with something unread is told of once as an error, before what it had sent.
+        """
+        for _ in range(2):
+            try:
+                packet = self.socket.recv(MAX_PACKET_BYTES)
+            except ConnectionError:
+                continue
+            return decode(packet) if packet else None
+        return None
 
     def close(self) -> None:
         self.socket.close()

@@ -20,12 +20,11 @@ import contextlib
 import os
 import selectors
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from nvrx_sre.events import channel as wire
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.lateness import Lateness
-from nvrx_sre.launcher.process import Child
 
 GATHER_S = 0.025
 """Time between two looks at the channels while steps come in. A rank's channel holds at least 550 steps, so that 20,000
@@ -35,6 +34,13 @@ _OWN = object()
 """Marks what is nobody else's to handle."""
 
 Put = Callable[[c.Input], None]
+
+
+class Speaker(Protocol):
+    """What the intake knows of a child."""
+
+    number: int
+    channel: wire.Channel
 
 
 class Intake:
@@ -61,8 +67,8 @@ class Intake:
         self.lateness = Lateness()
         self.num_bad_packets = 0
         """Packets that were no message."""
-        self.on_injected: Callable[[Child, wire.Injected], None] = lambda _, __: None
-        """Hears of a planned fault before the machine does."""
+        self.on_injected: Callable[[int, wire.Injected], None] = lambda _, __: None
+        """Hears of a child's planned fault before the machine does."""
         selector.register(self._bell, selectors.EVENT_READ, _OWN)
         selector.register(self._channels, selectors.EVENT_READ, _OWN)
 
@@ -71,12 +77,12 @@ class Intake:
         """Messages that found no room on their way here, as far as their senders could tell."""
         return self._num_dropped_by_dead + sum(self._dropped.values())
 
-    def add(self, child: Child) -> None:
+    def add(self, child: Speaker) -> None:
         """Listen to a child, and give it the doorbell."""
         self._channels.register(child.channel, selectors.EVENT_READ, child)
         child.channel.send_nowait(wire.Doorbell(), (self._bell,))
 
-    def remove(self, child: Child) -> None:
+    def remove(self, child: Speaker) -> None:
         """The child is dead, and all it said was taken in."""
         self._num_dropped_by_dead += self._dropped.pop(child.number, 0)
         self._stop_listening(child)
@@ -95,7 +101,7 @@ class Intake:
         self._gather(self._num_steps > 0)
         return [key.data for key, _ in ready if key.data is not _OWN]
 
-    def drain(self, child: Child) -> None:
+    def drain(self, child: Speaker) -> None:
         """Take in every packet that has arrived. A closed channel alone is not death: the pidfd tells."""
         while True:
             try:
@@ -108,17 +114,18 @@ class Intake:
             if message is None:
                 self._stop_listening(child)
                 return
-            self._note(child, message)
+            self._num_steps += isinstance(message, wire.Step)
+            self.note(child.number, message)
             self._put(c.FromChild(child=child.number, message=message))
 
-    def _note(self, child: Child, message: wire.Message) -> None:
+    def note(self, number: int, message: wire.Message) -> None:
+        """What is to be noted of a message, also of one that a child of another node has sent."""
         if isinstance(message, wire.Step):
-            self._num_steps += 1
-            self._note_arrival(child.number, message)
+            self._note_arrival(number, message)
         elif isinstance(message, wire.Alive):
-            self._note_dropped(child.number, message)
+            self._note_dropped(number, message)
         elif isinstance(message, wire.Injected):
-            self.on_injected(child, message)
+            self.on_injected(number, message)
 
     def _note_arrival(self, number: int, message: wire.Step) -> None:
         rank = self._rank_of(number)
@@ -137,7 +144,7 @@ class Intake:
             else:
                 self._selector.register(self._channels, selectors.EVENT_READ, _OWN)
 
-    def _stop_listening(self, child: Child) -> None:
+    def _stop_listening(self, child: Speaker) -> None:
         if child.channel.fileno() in self._channels.get_map():
             self._channels.unregister(child.channel)
 

@@ -31,3 +31,13 @@ class StepTimes:
     def total_s(self, phase: Phase) -> float:
         """Seconds booked to `phase` so far."""
         return self._totals_ns[phase] / NS_PER_S
+
+    def totals_s(self) -> tuple[float, float, float, float]:
+        """Seconds booked so far to step, data, save and evaluate: what a step's report carries, in its order."""
+        of = self._totals_ns
+        return (
+            of[Phase.STEP] / NS_PER_S,
+            of[Phase.DATA] / NS_PER_S,
+            of[Phase.SAVE] / NS_PER_S,
+            of[Phase.EVALUATE] / NS_PER_S,
+        )

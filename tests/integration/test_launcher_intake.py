@@ -52,7 +52,7 @@ class Node:
             ours.socket.setblocking(False)
             rank = Rank(number, ours, theirs)
             self.ranks.append(rank)
-            self.intake.add(rank)  # type: ignore[arg-type]  # number and channel are all that it looks at
+            self.intake.add(rank)
             received = theirs.receive()
             assert received is not None and isinstance(received[0], wire.Doorbell)
             theirs.doorbell = received[1][0]
@@ -150,7 +150,7 @@ def test_what_found_no_room_is_known_also_after_its_sender_died(node: Node) -> N
         rank.alive()
     node.intake.select(LONG_S)
     assert node.intake.num_dropped == 7
-    node.intake.remove(first)  # type: ignore[arg-type]  # as above
+    node.intake.remove(first)
     assert node.intake.num_dropped == 7
 
 
@@ -167,6 +167,17 @@ def test_a_closed_channel_is_no_death_and_keeps_nobody_awake(node: Node) -> None
     assert node.told() == [(1, "Alive")]
 
 
+def test_what_a_rank_had_sent_counts_also_if_it_died_with_a_message_unread(node: Node) -> None:
+    """The kernel tells of the unread message first, as an error; the steps come after it."""
+    first = node.ranks[0]
+    for step in range(1, 4):
+        first.step(step)
+    first.channel.send(wire.Interrupt(generation=1))
+    first.own.close()
+    node.intake.select(LONG_S)
+    assert node.told() == [(0, "Step")] * 3
+
+
 def test_a_packet_that_is_no_message_is_counted(node: Node) -> None:
     """The next one is taken in."""
     node.ranks[0].own.socket.send(b"Sorry")
@@ -180,4 +191,4 @@ def test_lateness_is_noted_on_the_way(node: Node) -> None:
     for rank, arrived_ns in zip(node.ranks, (10_000_000, 30_000_000), strict=True):
         rank.own.send_step_nowait(wire.pack_step(1, 1, *PLAIN[:-1], arrived_ns), is_urgent=False)
     node.intake.select(LONG_S)
-    assert (node.intake.lateness.of(0), node.intake.lateness.of(1)) == (0.0, pytest.approx(0.02))
+    assert [node.intake.lateness.of(rank) for rank in (0, 1)] == pytest.approx([0.0, 0.02])
