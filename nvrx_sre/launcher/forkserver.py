@@ -3,9 +3,9 @@
     put(request) -> queue -> Fork + (channel, log) -> `session.forkserver` -> Forked(pid) -> take()
 
 A fork takes about 10 ms where a fresh interpreter needs seconds for its imports. The server is started with the first
-request and again when it has died, which costs the child that it was about to start; after `DEATHS_MAX` deaths in a
-row without a child it stays dead, and every request fails. One request at a time is on its way, the rest waits here:
-nothing that the server does, or does not do, blocks the launcher's loop.
+request. If it dies, the child that it was about to start has failed, which the launcher's policy judges; one that had
+started a child before is replaced at once, any other with the next request. One request at a time is on its way, the
+rest waits here: nothing that the server does, or does not do, blocks the launcher's loop.
 
 `fileno()` is ready when `take` has something to do, and stays the same when the server is replaced. Main thread only:
 the kernel ends the server, and every child, with the thread that they are the children of.
@@ -30,7 +30,6 @@ from nvrx_sre.core.clock import Clock, to_ns
 from nvrx_sre.events import channel as wire
 
 MODULE = "nvrx_sre.session.forkserver"
-DEATHS_MAX = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,7 +82,8 @@ class ForkServer:
         self._on_way: int | None = None
         """The child that the server was asked for last, None once it has answered."""
         self._sent_ns = 0
-        self._num_deaths = 0
+        self._is_proven = False
+        """The server has started a child."""
         self._epoll = select.epoll()
 
     def fileno(self) -> int:
@@ -109,6 +109,10 @@ class ForkServer:
         if server is not None and server.popen.poll() is not None:
             answers += self._read()  # what it said between the last look and its death
             answers += self._bury(server)
+            if self._is_proven:
+                self._is_proven = False
+                with contextlib.suppress(OSError):  # the next request tries again, and says so if it cannot
+                    self._running()
         elif server is not None and self._on_way is not None and self._is_overdue():
             server.kill()
         return answers + self._send()
@@ -137,7 +141,7 @@ class ForkServer:
             while (message := self._server.channel.receive_plain()) is not None:
                 if isinstance(message, wire.Forked):
                     self._on_way = None
-                    self._num_deaths = 0
+                    self._is_proven |= message.pid > 0
                     answers.append(message)
         return answers
 
@@ -148,12 +152,9 @@ class ForkServer:
         server.channel.close()
         os.close(server.pidfd)
         self._server = None
-        self._num_deaths += 1
         lost, self._on_way = self._on_way, None
-        return [] if lost is None else [wire.Forked(child=lost, pid=0, error=f"the fork server died, {self._where()}")]
-
-    def _where(self) -> str:
-        return f"its log is {self._config.log}"
+        why = f"the fork server died ({server.popen.returncode}), its log is {self._config.log}"
+        return [] if lost is None else [wire.Forked(child=lost, pid=0, error=why)]
 
     def _send(self) -> list[wire.Forked]:
         """Send the next request if none is on its way; those that cannot be sent are answered at once."""
@@ -176,8 +177,6 @@ class ForkServer:
     def _running(self) -> _Server:
         """The server, started if need be. Raises `OSError` if it cannot be."""
         if self._server is None:
-            if self._num_deaths >= DEATHS_MAX:
-                raise OSError(0, f"the fork server died {self._num_deaths} times in a row, {self._where()}")
             self._server = self._start()
             self._epoll.register(self._server.channel, select.EPOLLIN)
             self._epoll.register(self._server.pidfd, select.EPOLLIN)

@@ -89,14 +89,14 @@ class Child:
     def reap(self) -> int:
         """Return code of the child (negative: signal), once it is dead.
 
-        Ends what is left of its session and closes everything. The zombie
-        holds the session's number until here, so that nothing else can be hit.
+        Ends what is left of its session and closes everything. The zombie holds the session's number until here, so
+        that nothing else can be hit.
         """
-        self.close()
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         self.kill()
         ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         os.close(self.pidfd)
+        self.close()
         assert ended is not None, "without WNOHANG there is a result"
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 

@@ -44,9 +44,12 @@ def has_steps(record: Record) -> bool:
 
 
 def started_processes(run_dir: Path, popen: subprocess.Popen[str]) -> dict[int, int]:
-    """pid -> start ticks of every child so far."""
+    """pid -> start ticks of every child so far, and of the fork server."""
     records = Ended(exit_code=0, output="", run_dir=run_dir)
-    return {event.pid: event.start_ticks for _, event in records.events(WorkerStarted)}
+    children = {event.pid: event.start_ticks for _, event in records.events(WorkerStarted)}
+    recorded = json.loads((run_dir / "children.json").read_text())["children"]
+    assert len(recorded.keys() - {str(pid) for pid in children}) == 1, "a successor knows of the fork server as well"
+    return children | {int(pid): ticks for pid, ticks in recorded.items()}
 
 
 def private_temporary(run_dir: Path) -> dict[str, str]:
