@@ -19,7 +19,7 @@ def test_a_rank_that_is_never_started_is_a_start_that_failed() -> None:
     driven.make_ready(started)
     driven.wait(5.1)
     assert stuck in [item.child for item in driven.all(c.Kill)]
-    assert [(item.phase, item.pid) for item in driven.events(schema.FaultDetected)] == [("init", 0)]
+    assert [(item.phase, item.pid) for item in driven.events(schema.FaultDetected)] == [("init", None)]
     driven.forget()
     driven.feed(c.Spawned(child=stuck, pid=77, start_ticks=7))
     assert [item.role for item in driven.events(schema.WorkerStarted) if item.pid == 77] == [Role.WORKER], (
