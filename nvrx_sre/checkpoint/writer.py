@@ -55,6 +55,8 @@ class WriterConfig:
     run_dir: Path
     run: str
     bandwidth_bytes_s: float | None = None
+    keeps_attempts: bool = False
+    """What lies there uncommitted may be of a save that other nodes are writing: it is left alone."""
 
 
 class Watcher(Protocol):
@@ -219,8 +221,14 @@ def parse_arguments(arguments: Sequence[str]) -> WriterConfig:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("run")
     parser.add_argument("--bandwidth-bytes-s", type=float, default=None, help="bound of the write rate")
+    parser.add_argument("--keep-attempts", action="store_true", help="leave uncommitted saves alone")
     parsed = parser.parse_args(arguments)
-    return WriterConfig(run_dir=parsed.run_dir, run=parsed.run, bandwidth_bytes_s=parsed.bandwidth_bytes_s)
+    return WriterConfig(
+        run_dir=parsed.run_dir,
+        run=parsed.run,
+        bandwidth_bytes_s=parsed.bandwidth_bytes_s,
+        keeps_attempts=parsed.keep_attempts,
+    )
 
 
 def watcher_of(settings: ChildSettings, announce: Callable[[str, int, int], object]) -> Watcher | None:
@@ -249,7 +257,7 @@ def main(arguments: Sequence[str], settings: ChildSettings, channel: wire.Channe
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     clock = SystemClock()
     channel.send(wire.Hello(pid=os.getpid(), start_ticks=start_ticks(os.getpid()), mono_ns=clock.monotonic_ns()))
-    for name in discover.clear_interrupted(config.run_dir):
+    for name in () if config.keeps_attempts else discover.clear_interrupted(config.run_dir):
         log(f"removed {name}, which had not committed")
     import torch
 

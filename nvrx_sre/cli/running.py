@@ -15,7 +15,7 @@ from nvrx_sre.cli.report import TerminalReporter, make_console
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import Record
 from nvrx_sre.faults.plan import FaultPlan
-from nvrx_sre.launcher.config import RunConfig
+from nvrx_sre.launcher.config import NodesConfig, RunConfig
 from nvrx_sre.launcher.rundir import RunDirectory
 
 FINISHED = "finished"
@@ -42,6 +42,8 @@ def run_and_report(
     console = make_console()
     for notice in notices:
         console.print(notice)
+    if config.nodes is not None and config.nodes.node_rank > 0:
+        return _follow(config, config.nodes)
     output = RankOutput(
         RunDirectory(config.run_dir).rank_log(0),
         lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True),
@@ -52,5 +54,15 @@ def run_and_report(
         console.print(f"{reporter.num_dropped} records were not shown here; the journal has them")
     print_summary(ended.summary, config.run_dir, metrics_url=ended.metrics_url, num_steps=num_steps, console=console)
     if ended.exit_code != ExitCode.FINISHED or ended.reason != FINISHED:
+        click.echo(f"nvrx-sre: exit {ended.exit_code}: {ended.reason}", err=True)
+    return ended.exit_code
+
+
+def _follow(config: RunConfig, nodes: NodesConfig) -> int:
+    """Serve the leader of the run; the exit code is its."""
+    from nvrx_sre.launcher.follower import follow
+
+    ended = follow(config, nodes, lambda line: click.echo(f"nvrx-sre: {line}", err=True))
+    if ended.exit_code != ExitCode.FINISHED:
         click.echo(f"nvrx-sre: exit {ended.exit_code}: {ended.reason}", err=True)
     return ended.exit_code

@@ -1,110 +1,92 @@
 """Carries out what the machine commands: the only place where decisions touch the world.
 
+    command -> a child's  -> the node it lives on: `Node` here, `LeaderLink` elsewhere
+            -> all nodes' -> each of them
+            -> the leader's own: store, candidates, fences, journal
+
 One method a command, found by the command's class. Every effect is bounded; a failed effect becomes an input of
 the machine or an event, never an exception in the loop. Main thread only.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nvrx_sre.checkpoint import discover
-from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.checkpoint.commit import SaveRequest, attempt_path
+from nvrx_sre.checkpoint.parts import Exchange, Share
+from nvrx_sre.checkpoint.slots import SlotHeader
 from nvrx_sre.core import errors
 from nvrx_sre.core.clock import Clock
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Event, FaultClass, Phase, Role
-from nvrx_sre.events.settings import ChildSettings
+from nvrx_sre.events.schema import Event, FaultClass
 from nvrx_sre.launcher import commands as c
-from nvrx_sre.launcher import process
 from nvrx_sre.launcher.config import RunConfig
-from nvrx_sre.launcher.forkserver import ForkServer, Request, ServerConfig
-from nvrx_sre.launcher.hot import HotSlots
-from nvrx_sre.launcher.orphans import Orphans
+from nvrx_sre.launcher.leader_link import LeaderLink
+from nvrx_sre.launcher.network import ANY_ADDRESS, LOOPBACK, interface_of
+from nvrx_sre.launcher.node import Node, chosen_interface, own_fault
 from nvrx_sre.launcher.restorable import Restorables
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.store import StoreHost
-from nvrx_sre.policy.classify import SPAWN_FAILED_EXIT
-from nvrx_sre.telemetry.context import TRACEPARENT_VARIABLE
-
-FOREIGN_VARIABLES = frozenset(
-    {
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-        *("TRACEPARENT", "TRACESTATE"),
-    }
-)
-"""What another launcher, or a tracer around this one, meant for this process and not for its children."""
-GROUP_TIMEOUT_S = 600.0
-"""The group's own timeout; recovery does not wait for it, it only bounds a run without a launcher."""
 
 EmitEvent = Callable[[Event, int, int | None], None]
 PutInput = Callable[[c.Input], None]
 
+OWN_NODE = 0
+
 
 class Effects:
-    """Effects of commands on processes, slots, store and run directory."""
+    """Effects of commands on the nodes, the store and the run directory."""
 
     def __init__(
         self, config: RunConfig, directory: RunDirectory, clock: Clock, epoch: int, emit: EmitEvent, put: PutInput
     ) -> None:
-        self.children: dict[int, process.Child] = {}
-        self.slots = HotSlots(config.run, config.hot_slots, config.nproc)
+        self.node = Node(config, directory, clock, put)
+        self.node.on_allocated = lambda event, generation: emit(event, generation, None)
+        self.link: LeaderLink | None = None
+        """The other nodes, None where there is only this one."""
         self.stop: c.Stop | None = None
         self.commits_ever = False
-        self.num_unsent = 0
         self.passes: dict[str, int] = {}
-        self._recorded: dict[int, int] = {}
-        """What was written of the children last."""
         self.await_decision: Callable[[int], object] = lambda _: None
         """Waits, bounded, until the decision that led to a generation is on disk; says so if it is not."""
-        self.traceparent: Callable[[], str] = lambda: ""
-        """Span that spans of the children belong under, in W3C form; '' if there is none."""
         self._config = config
         self._directory = directory
         self._clock = clock
         self._epoch = epoch
         self._put = put
-        self._emit = emit
         self._generation = 0
         self._store = StoreHost()
-        self._orphans = Orphans()
-        self.forks = ForkServer(
-            ServerConfig(
-                environment=child_environment(config.nproc),
-                command=config.command,
-                log=directory.logs / "forkserver.log",
-                answer_s=config.limits.deadlines.init_s,
-            ),
-            clock,
-        )
+        self._node_of: dict[int, int] = {}
         self._rank_of: dict[int, int] = {}
-        self.restorables = Restorables(
-            config.run, directory.path, self.slots, lambda event: emit(event, self._generation, None)
-        )
+        self.restorables = Restorables(config.run, directory.path, lambda event: emit(event, self._generation, None))
         self._table: dict[type[c.Command], Callable[[Any], None]] = {
             c.Spawn: self._spawn,
             c.AssignRank: self._assign,
             c.OpenGeneration: self._open_generation,
-            c.SendInterrupt: lambda command: self._send(command.child, wire.Interrupt(generation=command.generation)),
-            c.RequestStacks: self._request_stacks,
-            c.Kill: self._kill,
-            c.SetHotInterval: self._set_hot_interval,
-            c.GrantSlots: self._grant,
-            c.DropSlots: lambda command: self.slots.drop(command.num_ranks),
-            c.PublishSealed: lambda command: self.slots.publish(command.step),
-            c.StrandSlots: lambda command: self.slots.strand(command.generation, command.step),
+            c.SendInterrupt: lambda command: self._tell(command.child, wire.Interrupt(generation=command.generation)),
+            c.RequestStacks: self._to_childs_node,
+            c.Kill: self._to_childs_node,
+            c.SetHotInterval: self._to_all_nodes,
+            c.GrantSlots: self._to_childs_node,
+            c.DropSlots: lambda command: self._to_node(command.node, command),
+            c.PublishSealed: self._to_all_nodes,
+            c.StrandSlots: self._to_all_nodes,
             c.StartSave: self._start_save,
-            c.ReleaseBoundary: self._release_boundary,
-            c.ReleaseSlots: self._release_slots,
-            c.RetainSaves: lambda command: self._send_writer(wire.Retain(keep=config.keep, epoch=epoch)),
+            c.EndAttempt: self._end_attempt,
+            c.ReleaseBoundary: self._to_all_nodes,
+            c.ReleaseSlots: self._to_all_nodes,
+            c.RetainSaves: lambda _: self._to_node(
+                OWN_NODE, c.TellWriter(message=wire.Retain(keep=config.keep, epoch=epoch))
+            ),
             c.Fence: self._fence,
             c.MoveRejected: lambda command: self.restorables.move(
                 command.directory, command.step, command.reason, command.message
             ),
             c.Emit: lambda command: emit(command.event, command.generation, command.rank),
-            c.LeaveChild: lambda command: self._send(command.child, wire.Leave()),
+            c.LeaveChild: lambda command: self._tell(command.child, wire.Leave()),
             c.Stop: self._stop,
         }
 
@@ -113,154 +95,49 @@ class Effects:
         self._table[type(command)](command)
 
     def close(self) -> None:
-        """End whatever still runs, release everything."""
-        for forked in self.forks.close():
-            if forked.pid:
-                self.children[forked.child].started(forked.pid)
-        for child in self.children.values():
-            if child.pid:
-                child.kill()
-                child.reap()
-            else:
-                child.close()
-        self.children.clear()
-        self._orphans.close()
-        self.slots.drop()
+        """End whatever still runs, tell the other nodes of the end, release everything."""
+        self.node.close()
+        if self.link is not None:
+            self.link.close(self.stop)
         self._store.close()
-
-    def _send(self, number: int, message: wire.Message, descriptors: tuple[int, ...] = ()) -> None:
-        child = self.children.get(number)
-        if child is not None:
-            # A full socket belongs to a child that does not read: its death or deadline follows anyway.
-            self.num_unsent += not child.channel.send_nowait(message, descriptors)
-
-    def _spawn(self, command: c.Spawn) -> None:
-        name = command.role if command.rank is None else f"rank-{command.rank:05d}"
-        log = self._directory.logs / f"{name}-attempt-{command.attempt:04d}-{command.child}.log"
-        try:
-            child, theirs, output = process.prepare(command.child, command.role, log)
-        except OSError as error:
-            self._put_spawn_failure(command.child, error.strerror or str(error))
-            return
-        self.children[command.child] = child
-        fork = wire.Fork(
-            child=command.child,
-            role=command.role,
-            name=f"nvrx-{name}",
-            arguments=self._arguments(command),
-            environment=self._environment(command),
-        )
-        self.forks.put(Request(message=fork, channel=theirs, output=output))
-        if command.role is Role.WRITER:
-            self._map_all(child)
-
-    def take_forks(self) -> list[process.Child]:
-        """Children that were started since the last call; the machine hears of others. Never blocks."""
-        started = []
-        for forked in self.forks.take():
-            child = self.children[forked.child]
-            if not forked.pid:
-                child.close()
-                del self.children[forked.child]
-                self._put_spawn_failure(forked.child, forked.error)
-                continue
-            child.started(forked.pid)
-            self._put(c.Spawned(child=child.number, pid=child.pid, start_ticks=child.start_ticks))
-            started.append(child)
-        self._record_children()
-        return started
-
-    def _put_spawn_failure(self, number: int, why: str) -> None:
-        self._put(
-            c.Exited(
-                child=number,
-                exit_code=SPAWN_FAILED_EXIT,
-                signal=None,
-                exited_ns=self._clock.monotonic_ns(),
-                oom=False,
-                last_line=f"cannot start a process: {why}",
-            )
-        )
-
-    def _arguments(self, command: c.Spawn) -> list[str]:
-        if command.role is not Role.WRITER:
-            return list(self._config.command)
-        rate = self._config.write_bandwidth_bytes_s
-        return [str(self._directory.path), self._config.run, *([f"--bandwidth-bytes-s={rate}"] if rate else [])]
-
-    def _environment(self, command: c.Spawn) -> dict[str, str]:
-        """What a child has beside the fork server's environment."""
-        settings = ChildSettings(
-            run=self._config.run,
-            run_dir=str(self._directory.path),
-            launcher_pid=os.getpid(),
-            role=command.role,
-            attempt=command.attempt,
-            save_every=self._config.save_every,
-            waits_for_writer=self._config.on_busy == "wait",
-            interrupt_signal=self._config.interrupt_signal,
-            fault_specs=self._config.fault_specs,
-            group_timeout_s=GROUP_TIMEOUT_S,
-        )
-        ranks = {}
-        if command.rank is not None:
-            ranks = rank_environment(command.rank, command.local_rank, command.world_size)
-        traceparent = self.traceparent()
-        trace = {TRACEPARENT_VARIABLE: traceparent} if traceparent else {}
-        return ranks | settings.to_environment() | trace
 
     def rank_of(self, number: int) -> int | None:
         """Rank that a child holds, None if it has none."""
         return self._rank_of.get(number)
 
     def forget(self, number: int) -> None:
-        """A child is dead and reaped."""
-        child = self.children.pop(number, None)
+        """A child is dead, wherever it was."""
+        self._node_of.pop(number, None)
         self._rank_of.pop(number, None)
-        if child is not None:
-            self._orphans.left_by(child.pid)
-        self._record_children()
 
-    def _processes(self) -> dict[int, int]:
-        """pid -> start ticks of everything that was started here and lives."""
-        started = {child.pid: child.start_ticks for child in self.children.values() if child.pid}
-        return started | self.forks.processes()
+    # --- nodes ----------------------------------------------------------------------------------------------
 
-    def _record_children(self) -> None:
-        # The record serves the cleaning up after a killed launcher; a full disk must not end a healthy run.
-        found = self._processes()
-        if found == self._recorded:
-            return
-        try:
-            self._directory.record_children(found)
-        except errors.StorageError:
-            self._recorded = {}
-        else:
-            self._recorded = found
+    def _to_node(self, node: int, command: c.Command) -> None:
+        if node == OWN_NODE:
+            self.node.apply(command)
+        elif self.link is not None:
+            self.link.apply(node, command)
 
-    def retry(self) -> None:
-        """Write again what the disk refused before; see to orphans. Called twice a second."""
-        self._record_children()
-        if not self.forks.is_starting:
-            self._orphans.tend(self._processes())
+    def _to_all_nodes(self, command: c.Command) -> None:
+        self.node.apply(command)
+        if self.link is not None:
+            self.link.apply_everywhere(command)
+
+    def _to_childs_node(self, command: c.RequestStacks | c.Kill | c.GrantSlots) -> None:
+        self._to_node(self._node_of.get(command.child, OWN_NODE), command)
+
+    def _tell(self, child: int, message: wire.Message) -> None:
+        self._to_node(self._node_of.get(child, OWN_NODE), c.Tell(child=child, message=message))
+
+    def _spawn(self, command: c.Spawn) -> None:
+        self._node_of[command.child] = command.node
+        self._to_node(command.node, command)
 
     def _assign(self, command: c.AssignRank) -> None:
         self._rank_of[command.child] = command.rank
-        child = self.children.get(command.child)
-        if child is not None:
-            self._directory.point_rank_log(command.rank, child.log)
-        slots = self.slots.get(command.rank)
-        message = wire.Assign(
-            rank=command.rank,
-            local_rank=command.local_rank,
-            world_size=command.world_size,
-            generation=command.generation,
-            slot_data_bytes=slots.data_bytes if slots else 0,
-            slot_blob_bytes=slots.blob_bytes if slots else 0,
-            local_world_size=command.local_world_size,
-            node_rank=command.node,
-        )
-        self._send(command.child, message, (slots.fd,) if slots else ())
+        self._to_node(command.node, command)
+
+    # --- a generation ---------------------------------------------------------------------------------------
 
     def _open_generation(self, command: c.OpenGeneration) -> None:
         self._directory.check_leads(self._epoch)
@@ -268,22 +145,22 @@ class Effects:
         self.await_decision(command.generation)
         try:
             candidates = self.restorables.find(
-                command.world_size,
+                self._headers(command.world_size),
                 checkpoints_back=command.checkpoints_back,
                 hot_allowed=command.hot_allowed,
                 commits_ever=self.commits_ever,
             )
-            port = self._store.open()
+            port = self._open_store()
         except (OSError, errors.StorageError) as error:
             self._report_fault(command.children[0], FaultClass.STORAGE, error)
             return
         for child in command.children:
-            self._send(
+            self._tell(
                 child,
                 wire.Go(
                     generation=command.generation,
                     world_size=command.world_size,
-                    store_host=self._store.host,
+                    store_host="",
                     store_port=port,
                     candidates=candidates.for_rank(self._rank_of[child]),
                     require_restore=candidates.require_restore,
@@ -293,77 +170,62 @@ class Effects:
                 ),
             )
 
-    def _set_hot_interval(self, command: c.SetHotInterval) -> None:
-        for child in self._rank_of:
-            self._send(child, wire.HotInterval(every=command.every, from_step=command.from_step))
+    def _headers(self, world_size: int) -> Sequence[Sequence[SlotHeader | None]]:
+        """Slots of every rank; a rank without slots has an empty row."""
+        own = self.node.slots.headers(world_size)
+        link = self.link
+        return own if link is None else [row or link.headers(rank) for rank, row in enumerate(own)]
 
-    def _request_stacks(self, command: c.RequestStacks) -> None:
-        child = self.children.get(command.child)
-        if child is not None:
-            child.request_stacks()
+    def _open_store(self) -> int:
+        """An empty store that all nodes reach; its port."""
+        addresses = set() if self.link is None else self.link.addresses()
+        own = min(addresses, default=LOOPBACK)
+        port = self._store.open(own if len(addresses) < 2 else ANY_ADDRESS)
+        self.node.leader_address = own
+        self.node.interface = chosen_interface(interface_of(own)) if addresses else ""
+        return port
 
-    def _kill(self, command: c.Kill) -> None:
-        child = self.children.get(command.child)
-        if child is not None:
-            child.await_stacks()
-            child.kill()
-
-    def _grant(self, command: c.GrantSlots) -> None:
-        before = self.slots.allocated()
-        try:
-            slots = self.slots.grant(command.rank, command.data_bytes, command.blob_bytes)
-        except (errors.UserError, errors.StorageError) as error:
-            self._report_fault(command.child, FaultClass.SHM_EXHAUSTED, error)
-            return
-        allocated = self.slots.allocated()
-        if allocated is not None and allocated != before:
-            self._emit(allocated, self._generation, None)
-        granted = wire.SlotsGranted(data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
-        self._send(command.child, granted, (slots.fd,))
-        for child in self.children.values():
-            if child.role is Role.WRITER:
-                self.map_for_writer(child.number, command.rank, slots)
-
-    def map_for_writer(self, number: int, rank: int, slots: SlotFile) -> None:
-        """Tell the writer about a rank's slots."""
-        message = wire.MapSlots(rank=rank, data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
-        self._send(number, message, (slots.fd,))
-
-    def _map_all(self, child: process.Child) -> None:
-        """A new writer learns of all slots there are."""
-        for rank, slots in self.slots.files().items():
-            self.map_for_writer(child.number, rank, slots)
+    # --- saves ----------------------------------------------------------------------------------------------
 
     def _start_save(self, command: c.StartSave) -> None:
         self._directory.check_leads(self._epoch)
-        self.slots.hold(command.slots)
-        self._send_writer(
-            wire.WriteSave(
+        nodes = list(dict.fromkeys(command.nodes or (OWN_NODE,)))
+        of_rank = command.nodes or (OWN_NODE,) * len(command.slots)
+        for part, node in enumerate(nodes):
+            first_rank = of_rank.index(node)
+            slots = command.slots[first_rank : first_rank + of_rank.count(node)]
+            self._to_node(node, c.HoldSlots(first_rank=first_rank, slots=slots))
+            message = wire.WriteSave(
                 step=command.step,
                 epoch=self._epoch,
                 generation=command.generation,
                 world_size=command.world_size,
-                slots=list(command.slots),
+                slots=list(slots),
                 captured_ns=self._clock.to_wall_ns(command.captured_mono_ns),
                 keep=self._config.keep,
                 passes=self.passes,
-            ),
+                first_rank=first_rank,
+                part=part,
+                num_parts=len(nodes),
+                attempt=command.attempt,
+                deadline_s=self._config.limits.deadlines.save_s,
+            )
+            self._to_node(node, c.TellWriter(message=message))
+
+    def _end_attempt(self, command: c.EndAttempt) -> None:
+        """Leave word in the attempt's directory; without it the others would wait until their deadline."""
+        request = SaveRequest(
+            run=self._config.run,
+            step=command.step,
+            epoch=self._epoch,
+            generation=command.generation,
+            captured_ns=0,
+            world_size=0,
         )
-
-    def _send_writer(self, message: wire.Message) -> None:
-        """A dead writer hears nothing: its successor is told again of what is held."""
-        writer = next((child for child in self.children.values() if child.role is Role.WRITER), None)
-        if writer is not None:
-            self._send(writer.number, message)
-
-    def _release_boundary(self, command: c.ReleaseBoundary) -> None:
-        for child in self._rank_of:
-            self._send(child, wire.SaveTurn(generation=command.generation, step=command.step))
-
-    def _release_slots(self, command: c.ReleaseSlots) -> None:
-        self.slots.release()
-        for child in self._rank_of:
-            self._send(child, wire.SlotsReleased())
+        with contextlib.suppress(OSError, errors.StorageError):
+            directory = attempt_path(self._directory.path, request, command.attempt)
+            share = Share(part=self._config.num_nodes, attempt=command.attempt)  # a part that no writer has
+            Exchange(directory, share, lambda: None).give_up()
 
     def _fence(self, command: c.Fence) -> None:
         self._directory.check_leads(self._epoch)
@@ -372,52 +234,10 @@ class Effects:
         except errors.StorageError as error:
             # Without the fence an abandoned line could come back after a restart of the launcher.
             self._report_fault(next(iter(self._rank_of)), FaultClass.STORAGE, error)
-        self.slots.publish(command.step)
+        self._to_all_nodes(c.PublishSealed(step=command.step))
 
     def _report_fault(self, child: int, fault: FaultClass, error: Exception) -> None:
-        """What went wrong on the launcher's side of a generation is a fault of that generation, for the policy."""
-        self._put(
-            c.FromChild(
-                child=child,
-                message=wire.Fault(
-                    generation=self._generation,
-                    fault=fault,
-                    communication=False,
-                    exception_type=type(error).__name__,
-                    frame="",
-                    message=str(error)[:500],
-                    stack="",
-                    step=0,
-                    phase=Phase.LOAD,
-                    mono_ns=self._clock.monotonic_ns(),
-                ),
-            )
-        )
+        self._put(own_fault(child, self._generation, fault, error, self._clock))
 
     def _stop(self, command: c.Stop) -> None:
         self.stop = command
-
-
-def parent_environment() -> dict[str, str]:
-    """The launcher's own environment: what children inherit, and whose secrets are masked in telemetry."""
-    return dict(os.environ)
-
-
-def rank_environment(rank: int, local_rank: int, world_size: int) -> dict[str, str]:
-    """What a script under torchrun reads of its rank; a worker keeps its rank, a standby has none yet."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-    }
-
-
-def child_environment(nproc: int) -> dict[str, str]:
-    """Environment of every child: ours, without what is not meant for it, threads shared out."""
-    environment = {key: value for key, value in parent_environment().items() if key not in FOREIGN_VARIABLES}
-    if nproc > 1:
-        environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun does the same: ranks share the cores
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment

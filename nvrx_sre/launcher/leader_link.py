@@ -177,12 +177,6 @@ class LeaderLink:
                 self._send(member, link_codec.Beat(sent_ns=now_ns))
             self.flush()
 
-    def rearm(self) -> None:
-        """This launcher stood still: every node gets its time again."""
-        now_ns = self._clock.monotonic_ns()
-        for member in self._members.values():
-            member.heard_ns = now_ns
-
     def close(self, stop: c.Stop | None) -> None:
         """Tell the nodes of the end, bounded, and close everything."""
         if stop is not None:

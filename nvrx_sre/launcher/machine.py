@@ -118,6 +118,10 @@ class Machine:
         """Ranks of the generation that is open, or being formed."""
         return self._job.world_size
 
+    def ranks_on(self, node: int) -> int:
+        """Ranks of that world on a node."""
+        return self._job.num_ranks_on(node)
+
     def seated(self) -> list[Child]:
         """The ranks' processes: what was last heard of each, for the metrics."""
         return self._roster.seated()

@@ -33,14 +33,16 @@ from nvrx_sre.events.schema import (
     RunStarted,
 )
 from nvrx_sre.launcher.braking import BrakeConsent, write_consent
-from nvrx_sre.launcher.config import RunConfig
-from nvrx_sre.launcher.effects import parent_environment
+from nvrx_sre.launcher.config import NodesConfig, RunConfig
 from nvrx_sre.launcher.host import HostSampler, node_name
+from nvrx_sre.launcher.leader_link import LinkConfig
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
 from nvrx_sre.launcher.machine_interval import PROBE_EVERY
+from nvrx_sre.launcher.node import parent_environment
 from nvrx_sre.launcher.past import Past, read_past
 from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
+from nvrx_sre.launcher.token import make_token
 from nvrx_sre.policy.membership import members
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
@@ -109,6 +111,8 @@ def _run_epoch(
         machine = Machine(_machine_config(config), past.folds.history, _machine_start(config, past, clock))
         shell = Shell(config, directory, clock, machine, recorder, epoch.number)
         shell.loop_turned = telemetry.loop_turned
+        if config.nodes is not None:
+            shell.listen(link_config(config, config.nodes, epoch.number))
         with contextlib.closing(HostSampler(telemetry, directory.path, clock)) as sampler:
             shell.tell_ranks = sampler.tell_ranks
             stop = shell.run()
@@ -130,6 +134,21 @@ def _run_epoch(
         raise
     finally:
         telemetry.close()
+
+
+def link_config(config: RunConfig, nodes: NodesConfig, epoch: int) -> LinkConfig:
+    """What the leader asks of the launchers of the other nodes. Makes their token. Raises `UserError`."""
+    return LinkConfig(
+        host="",
+        port=nodes.leader_port,
+        num_nodes=nodes.num_nodes,
+        token=make_token(nodes.token_file),
+        run=config.run,
+        version=__version__,
+        settings=config.shared_settings(),
+        epoch=epoch,
+        limits=config.limits.nodes,
+    )
 
 
 def start_telemetry(
@@ -185,7 +204,8 @@ def _announce(
     recorder.emit(started, generation)
     recorder.emit(
         RunStarted(
-            nproc=config.nproc,
+            nproc=config.world_size,
+            num_nodes=config.num_nodes,
             min_world_size=config.min_world_size,
             num_standbys=config.num_standbys,
             save_every_steps=config.save_every,
@@ -211,7 +231,8 @@ def _announce(
 
 def _machine_config(config: RunConfig) -> MachineConfig:
     return MachineConfig(
-        world_size=config.nproc,
+        world_size=config.world_size,
+        num_nodes=config.num_nodes,
         num_standbys=config.num_standbys,
         limits=config.limits,
         exact_replay=config.exact_replay,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 
 LOOPBACK = "127.0.0.1"
+ANY_ADDRESS = "0.0.0.0"
 
 
 def interface_of(address: str) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nvrx_sre.checkpoint import agree, discover
+from nvrx_sre.checkpoint.slots import SlotHeader
 from nvrx_sre.core.errors import StorageError
 from nvrx_sre.events.schema import CheckpointRejected, Event, RejectReason, SaveFailed, SaveFailure, Tier
-from nvrx_sre.launcher.hot import HotSlots
 from nvrx_sre.launcher.started_saves import StartedSaves
 
 EmitEvent = Callable[[Event], None]
+Headers = Sequence[Sequence[SlotHeader | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,9 @@ class Candidates:
 class Restorables:
     """Finds candidates and keeps the checkpoint directory honest. Blocking: reads manifests."""
 
-    def __init__(self, run: str, run_dir: Path, slots: HotSlots, emit: EmitEvent) -> None:
+    def __init__(self, run: str, run_dir: Path, emit: EmitEvent) -> None:
         self._run = run
         self._run_dir = run_dir
-        self._slots = slots
         self._emit = emit
         self._known_markerless: set[str] = set()
 
@@ -49,13 +49,13 @@ class Restorables:
                     )
                 )
 
-    def find(self, world_size: int, *, checkpoints_back: int, hot_allowed: bool, commits_ever: bool) -> Candidates:
-        """Candidates for a world of `world_size`, best first."""
+    def find(self, headers: Headers, *, checkpoints_back: int, hot_allowed: bool, commits_ever: bool) -> Candidates:
+        """Candidates for the world whose slots are `headers[rank][slot]`, best first."""
         fences = discover.read_fences(self._run_dir)
         found = discover.discover(self._run_dir, fences, run=self._run)
         for rejected in found.rejected:
             self._set_aside(rejected)
-        hot = agree.common_hot(self._slots.headers(world_size), fences) if hot_allowed else []
+        hot = agree.common_hot(headers, fences) if hot_allowed else []
         durable = [item.candidate() for item in found.restorable]
         entries = agree.order(hot, durable, checkpoints_back=checkpoints_back, hot_allowed=hot_allowed)
         return Candidates(entries=entries, require_restore=commits_ever or bool(found.restorable))

@@ -27,13 +27,12 @@ from nvrx_sre.events.schema import (
     TelemetryDegraded,
 )
 from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher.child_watch import ChildWatch
 from nvrx_sre.launcher.config import RunConfig
-from nvrx_sre.launcher.effects import Effects
-from nvrx_sre.launcher.lateness import Lateness
+from nvrx_sre.launcher.effects import OWN_NODE, Effects
+from nvrx_sre.launcher.leader_link import LeaderLink, LinkConfig
 from nvrx_sre.launcher.machine import Machine
-from nvrx_sre.launcher.oom import OomCounter
 from nvrx_sre.launcher.past import LauncherFolds
-from nvrx_sre.launcher.process import Child
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.signals import SignalPipe
 from nvrx_sre.telemetry.hub import Telemetry
@@ -50,7 +49,7 @@ DEGRADED_INTERVAL_S = 60.0
 
 def is_fault(item: c.Input) -> bool:
     """The input ends a generation: what is told of it afterwards no longer counts."""
-    return isinstance(item, c.Exited) or (
+    return isinstance(item, c.Exited | c.NodeLost) or (
         isinstance(item, c.FromChild) and isinstance(item.message, wire.Fault | wire.NodeKill)
     )
 
@@ -61,7 +60,9 @@ def faults_last(inputs: Iterable[c.Input]) -> list[c.Input]:
     last: list[c.Input] = []
     faulty: set[int] = set()
     for item in inputs:
-        if isinstance(item, c.Exited | c.FromChild) and (is_fault(item) or item.child in faulty):
+        if isinstance(item, c.NodeLost):
+            last.append(item)
+        elif isinstance(item, c.Exited | c.FromChild) and (is_fault(item) or item.child in faulty):
             faulty.add(item.child)
             last.append(item)
         else:
@@ -124,7 +125,7 @@ class Recorder:
         return self._telemetry.sync(DECISION_SYNC_S)
 
     def note_channel(self, num_unsent: int, num_bad: int) -> None:
-        """Messages to children that found no room, and packets of theirs that were none."""
+        """Messages to and from children that found no room, and packets of theirs that were none."""
         self._telemetry.channel_losses = (num_unsent, num_bad)
 
     def note_degradation(self, generation: int) -> None:
@@ -151,7 +152,6 @@ class Shell:
         self.loop_turned: Callable[[], None] = lambda: None
         self.tell_ranks: Callable[[Mapping[int, RankReading], int], None] = lambda _, __: None
         """Hears, twice a second, of each rank's process and of the bytes of all hot slots."""
-        self._lateness = Lateness()
         self._config = config
         self._directory = directory
         self._clock = clock
@@ -160,22 +160,25 @@ class Shell:
         self._inputs: deque[c.Input] = deque()
         self._selector = selectors.DefaultSelector()
         self._signals = SignalPipe()
-        self._oom = OomCounter()
-        self._registered: set[int] = set()
         self._halt_told = False
         self._next_housekeeping_ns = 0
         self._epoch = epoch
         self._next_look_ns = 0
-        self._num_bad_packets = 0
-        self._injected_oom: set[int] = set()
-        self._is_to_die = False
         self.effects = Effects(config, directory, clock, epoch, recorder.emit, self._inputs.append)
-        self.effects.slots.num_ranks = machine.world_size
+        self.effects.node.slots.num_ranks = machine.ranks_on(OWN_NODE)
         self.effects.passes = recorder.folds.past.passes
         self.effects.await_decision = recorder.await_decision
-        self.effects.traceparent = recorder.traceparent
-        self._selector.register(self._signals, selectors.EVENT_READ, None)
-        self._selector.register(self.effects.forks, selectors.EVENT_READ, ("forks", None))
+        self.effects.node.traceparent = recorder.traceparent
+        self._watch = ChildWatch(
+            self._selector, self.effects.node, clock, self._inputs.append, lambda: machine.world_size
+        )
+        self._selector.register(self._signals, selectors.EVENT_READ, ("signals", None))
+
+    def listen(self, config: LinkConfig) -> None:
+        """Let the other nodes in. Raises `UserError` if the port cannot be had."""
+        link = LeaderLink(config, self._selector, self._clock, self._take_remote)
+        link.traceparent = self._recorder.traceparent
+        self.effects.link = link
 
     def run(self) -> c.Stop:
         """Block until the run ends; the terminal command. Ends every child, also on an unexpected error."""
@@ -187,6 +190,7 @@ class Shell:
             return self.effects.stop
         finally:
             self._selector.close()
+            self._watch.close()
             self.effects.close()
             self._signals.close()
 
@@ -194,13 +198,15 @@ class Shell:
         self._flush_inputs()
         if self.effects.stop is not None:
             return
-        timeout_s = self._timeout_s()
+        if self.effects.link is not None:
+            self.effects.link.flush()
+        timeout_s = 0.0 if self._inputs else self._timeout_s()
         before_ns = self._clock.monotonic_ns()
-        ready = self._selector.select(timeout_s)
+        ready = self._watch.select(timeout_s)
         overslept_s = seconds(self._clock.monotonic_ns() - before_ns) - timeout_s
         self._check_leads()
-        for key, _ in ready:
-            self._handle_ready(key.data)
+        for what, data in ready:
+            self._handle_ready(what, data)
         if overslept_s > self._config.limits.deadlines.loop_stall_s:
             self._inputs.append(c.Stalled(seconds=overslept_s))
         self._put_faults_last()
@@ -213,7 +219,7 @@ class Shell:
             self._flush_inputs()
             self._feed(c.Tick())
         self.loop_turned()
-        if self._is_to_die:
+        if self._watch.is_to_die:
             self._recorder.sync()
             os.kill(os.getpid(), signal.SIGKILL)  # planned: `launcher_kill`, on record by now so that it fires once
 
@@ -249,75 +255,39 @@ class Shell:
 
     def _feed(self, item: c.Input) -> None:
         self._apply(self._machine.handle(item, self._clock.monotonic_ns()))
+        if isinstance(item, c.Exited):
+            self.effects.forget(item.child)
 
     def _apply(self, commands: Sequence[c.Command]) -> None:
         self.effects.commits_ever = self._recorder.folds.past.commits_ever
         for command in commands:
             self.effects.apply(command)
             if isinstance(command, c.Spawn):
-                self._take_forks()
+                self._watch.take_forks()
 
-    def _take_forks(self) -> None:
-        for child in self.effects.take_forks():
-            self._register(child)
-
-    def _register(self, child: Child) -> None:
-        self._selector.register(child.channel, selectors.EVENT_READ, ("channel", child))
-        self._selector.register(child.pidfd, selectors.EVENT_READ, ("death", child))
-        self._registered.add(child.number)
-
-    def _handle_ready(self, data: Any) -> None:
-        if data is None:
+    def _handle_ready(self, what: str, data: Any) -> None:
+        if what == "signals":
             self._handle_signals()
-            return
-        what, child = data
-        if what == "forks":
-            self._take_forks()
-            return
-        if child.number not in self._registered:
-            return
-        self._drain(child)
-        if what == "death":
-            self._handle_death(child)
+        elif what == "link":
+            assert self.effects.link is not None, "only a link registers as one"
+            self.effects.link.handle_ready(data)
+        else:
+            self._watch.handle_ready(what, data)
+
+    def _take_remote(self, item: c.Input) -> None:
+        """A fact of another node."""
+        if isinstance(item, c.FromChild) and isinstance(item.message, wire.Step | wire.Alive):
+            self._watch.intake.note(item.child, item.message)
+        self._inputs.append(item)
 
     def _handle_signals(self) -> None:
         for number in self._signals.received():
             self._inputs.append(c.SignalReceived(signal=number, by_person=number == signal.SIGINT))
 
     def _drain_all(self) -> None:
-        for number in list(self._registered):
-            self._drain(self.effects.children[number])
-
-    def _drain(self, child: Child) -> None:
-        """Take in every packet that has arrived. A closed channel alone is not death: the pidfd tells."""
-        while True:
-            try:
-                message = child.channel.receive_plain()
-            except BlockingIOError:
-                return
-            except ValueError:
-                self._num_bad_packets += 1  # the child's own doing, its deadlines judge it
-                continue
-            if message is None:
-                if child.channel.fileno() in self._selector.get_map():
-                    self._selector.unregister(child.channel)
-                return
-            if type(message) is wire.Step:
-                self._note_arrival(child, message)
-            elif type(message) is wire.Injected:
-                self._note_injection(child, message)
-            self._inputs.append(c.FromChild(child=child.number, message=message))
-
-    def _note_arrival(self, child: Child, message: wire.Step) -> None:
-        rank = self.effects.rank_of(child.number)
-        if rank is not None and message.arrived_ns:
-            self._lateness.report(message.generation, self._machine.world_size, rank, message.step, message.arrived_ns)
-
-    def _note_injection(self, child: Child, message: wire.Injected) -> None:
-        """A planned `oom_kill` cannot make the kernel strike: its announcement stands for the kernel's counter."""
-        if message.spec.startswith("oom_kill@"):
-            self._injected_oom.add(child.number)
-        self._is_to_die |= message.spec.startswith("launcher_kill@")
+        self._watch.drain_all()
+        if self.effects.link is not None:
+            self.effects.link.drain()
 
     def _tell_ranks(self) -> None:
         """What was last heard of each rank's process, and what the hot slots take, for the metrics."""
@@ -326,40 +296,24 @@ class Shell:
                 pid=child.pid,
                 heard_ns=self._clock.to_wall_ns(child.heard_ns),
                 step=child.step,
-                lateness_s=self._lateness.of(child.rank),
+                lateness_s=self._watch.intake.lateness.of(child.rank),
             )
             for child in self._machine.seated()
-            if child.rank is not None and child.number in self._registered and child.heard_ns
+            if child.rank is not None and self._watch.is_watched(child.number) and child.heard_ns
         }
-        self.tell_ranks(readings, sum(file.size_bytes for file in self.effects.slots.files().values()))
-
-    def _handle_death(self, child: Child) -> None:
-        self._registered.discard(child.number)
-        if child.channel.fileno() in self._selector.get_map():
-            self._selector.unregister(child.channel)
-        self._selector.unregister(child.pidfd)
-        last_line = child.last_line()
-        code = child.reap()
-        self.effects.forget(child.number)
-        self._inputs.append(
-            c.Exited(
-                child=child.number,
-                exit_code=code if code >= 0 else None,
-                signal=-code if code < 0 else None,
-                exited_ns=self._clock.monotonic_ns(),
-                oom=self._oom.rose() or child.number in self._injected_oom,
-                last_line=last_line,
-            )
-        )
+        self.tell_ranks(readings, sum(file.size_bytes for file in self.effects.node.slots.files().values()))
 
     def _housekeeping(self) -> None:
         now_ns = self._clock.monotonic_ns()
         if now_ns < self._next_housekeeping_ns:
             return
         self._next_housekeeping_ns = now_ns + to_ns(HOUSEKEEPING_S)
-        self.effects.retry()
-        self._take_forks()
-        self._recorder.note_channel(self.effects.num_unsent, self._num_bad_packets)
+        self._watch.tend()
+        if self.effects.link is not None:
+            self.effects.link.drain()
+            self.effects.link.tend()
+        intake = self._watch.intake
+        self._recorder.note_channel(self.effects.node.num_unsent + intake.num_dropped, intake.num_bad_packets)
         self._recorder.note_degradation(self._machine.generation)
         self._tell_ranks()
         request = None if self._halt_told else self._directory.halt_request()

@@ -13,7 +13,7 @@ from nvrx_sre.core.clock import Clock
 from nvrx_sre.events.schema import Role
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import main as launcher
-from nvrx_sre.launcher.effects import Effects
+from nvrx_sre.launcher.node import Node
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
 
 
@@ -32,10 +32,10 @@ class BrokenTelemetry(Telemetry):
         self._span_file.write = fail  # type: ignore[assignment, method-assign]
 
 
-_arguments = Effects._arguments
+_arguments = Node._arguments
 
 
-def noisy(self: Effects, command: c.Spawn) -> list[str]:
+def noisy(self: Node, command: c.Spawn) -> list[str]:
     """What a child runs, with a noise before it if it is a rank."""
     arguments = _arguments(self, command)
     if command.role is Role.WRITER:
@@ -45,5 +45,5 @@ def noisy(self: Effects, command: c.Spawn) -> list[str]:
 
 if __name__ == "__main__":
     launcher.Telemetry = BrokenTelemetry  # type: ignore[misc]
-    Effects._arguments = noisy  # type: ignore[method-assign]
+    Node._arguments = noisy  # type: ignore[method-assign]
     sys.exit(main())
