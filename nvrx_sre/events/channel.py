@@ -438,54 +438,45 @@ class Forked(Message):
 
 MESSAGE_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
 
-_STEP = struct.Struct("=cIQQddddQd?b?QQQ")
-_ALIVE = struct.Struct("=cIQQQQ")
-_SEALED = struct.Struct("=cIQbQ")
-_STEP_FIELDS = tuple(item.name for item in dataclasses.fields(Step))
-_ALIVE_FIELDS = tuple(item.name for item in dataclasses.fields(Alive))
-_SEALED_FIELDS = tuple(item.name for item in dataclasses.fields(Sealed))
+_FORMS: dict[type[Message], str] = {Step: "SIQQddddQd?b?QQQ", Alive: "AIQQQQ", Sealed: "LIQbQ"}
+"""Messages of the hot path: the byte that a packet begins with, then the form of each field in its order."""
+_FIELDS = {cls: tuple(item.name for item in dataclasses.fields(cls)) for cls in _FORMS}
+_PACK: dict[type[Message], Callable[..., bytes]] = {
+    cls: functools.partial(struct.Struct("=c" + form[1:]).pack, form[0].encode()) for cls, form in _FORMS.items()
+}
+_HOT = {ord(form[0]): (cls, _FIELDS[cls], struct.Struct("=x" + form[1:])) for cls, form in _FORMS.items()}
+"""First byte of a packet -> the message that it holds, its fields, and how to read them."""
+_new: Callable[[type[Message]], Message] = object.__new__
 
-
-pack_step: Callable[..., bytes] = functools.partial(_STEP.pack, b"S")
+pack_step = _PACK[Step]
 """Wire form of a `Step` from its fields in their order: a rank pays for no object and no call at a step boundary."""
 
 
 def encode(message: Message) -> bytes:
     """Wire form of a message. Raises `ValueError` if it does not fit a packet."""
-    if isinstance(message, Step):
-        return pack_step(*(getattr(message, name) for name in _STEP_FIELDS))
-    if isinstance(message, Alive):
-        return _ALIVE.pack(b"A", *(getattr(message, name) for name in _ALIVE_FIELDS))
-    if isinstance(message, Sealed):
-        return _SEALED.pack(b"L", message.generation, message.step, message.slot, message.mono_ns)
-    packet = json.dumps({"type": type(message).__name__, **dataclasses.asdict(message)}).encode()
+    cls = type(message)
+    pack = _PACK.get(cls)
+    if pack is not None:
+        return pack(*(getattr(message, name) for name in _FIELDS[cls]))
+    packet = json.dumps({"type": cls.__name__, **dataclasses.asdict(message)}).encode()
     if len(packet) > MAX_PACKET_BYTES:
-        raise ValueError(f"{type(message).__name__} is {len(packet)} bytes, more than {MAX_PACKET_BYTES}")
+        raise ValueError(f"{cls.__name__} is {len(packet)} bytes, more than {MAX_PACKET_BYTES}")
     return packet
 
 
 def decode(packet: bytes) -> Message:
     """Inverse of `encode`. Raises `ValueError` for anything that is not a message."""
-    kind = packet[:1]
+    hot = _HOT.get(packet[0]) if packet else None
     try:
-        if kind == b"S":
-            return _of_fields(Step, _STEP_FIELDS, _STEP.unpack(packet))
-        if kind == b"A":
-            return _of_fields(Alive, _ALIVE_FIELDS, _ALIVE.unpack(packet))
-        if kind == b"L":
-            return _of_fields(Sealed, _SEALED_FIELDS, _SEALED.unpack(packet))
+        if hot is not None:
+            cls, names, form = hot
+            message = _new(cls)  # the frozen class itself sets field by field, at twice the cost
+            message.__dict__.update(zip(names, form.unpack(packet), strict=True))
+            return message
         value = json.loads(packet)
-        cls = MESSAGE_TYPES[value.pop("type")]
-        return cls(**value)
+        return MESSAGE_TYPES[value.pop("type")](**value)
     except (struct.error, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a message of the channel: {error}") from error
-
-
-def _of_fields(cls: type[Message], names: tuple[str, ...], unpacked: tuple[Any, ...]) -> Message:
-    """A message of the hot path from its struct; the frozen class sets field by field, at twice the cost."""
-    message = object.__new__(cls)
-    message.__dict__.update(zip(names, unpacked[1:], strict=True))
-    return message
 
 
 class Channel:
