@@ -5,19 +5,20 @@ call forms its group under a prefix of its own, loads the newest save and goes o
 every polling interval and no wait for further ranks; without it the wrapper's defaults hold. `--store-port` is that of
 the wrapper's own store.
 
+Survivors of an exception are spared the collective (but in the case `collective`): on CPU the model keeps the failed
+rank's group, and so its connections, alive, and who is inside one waits for the timeout of the process group.
+
 The ranks are started by torchrun without restarts, and LOCAL_RANK is removed: later versions otherwise ask NVML for a
 device of that number and end every rank of a CPU run. Process safety: one process a rank. Must not: use any of
-our recovery code; copy any of the peer's.
+our recovery code; copy any of the peer's; postpone annotations (the wrapper passes its call by the parameter's type).
 """
-
-from __future__ import annotations
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Optional
 
 import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess import CallWrapper, Wrapper
@@ -44,10 +45,11 @@ def main(argv: Sequence[str]) -> None:
     own = parser.parse_args(rest)
     os.environ.pop("LOCAL_RANK", None)
     agent_store, _, _ = next(rendezvous("env://"))
-    trainee = PeerRank(options)
+    trainee = PeerRank(options, spares_survivors=True)
     timeout = timedelta(seconds=options.group_timeout_s)
 
-    def train(call: CallWrapper) -> None:
+    def train(call: Optional[CallWrapper] = None) -> None:  # noqa: UP045  # the spelling that the wrapper looks for
+        assert call is not None
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = PrefixStore(f"call-{call.iteration}", agent_store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -35,6 +35,10 @@ from nvrx_sre.trainer.corpus import Corpus, load_corpus
 from nvrx_sre.trainer.data import DataOrder
 from nvrx_sre.trainer.model import build_model, build_optimizer, initialize
 
+SPARED_S = 120.0
+"""Longest wait of a survivor (seconds)."""
+SLICE_S = 0.005
+
 
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
@@ -141,9 +145,12 @@ class PeerTraining:
 class PeerRank:
     """One rank of a peer: everything that outlives a restart inside a process."""
 
-    def __init__(self, options: PeerOptions) -> None:
+    def __init__(self, options: PeerOptions, *, spares_survivors: bool = False) -> None:
+        """`spares_survivors`: ranks that are not the fault wait for it in Python rather than in a collective."""
         torch.set_num_threads(1)
         self._options = options
+        self._spares_survivors = spares_survivors and options.case != COLLECTIVE
+        self._num_calls = 0
         self._config = TrainerConfig()
         self._corpus = load_corpus(self._config.data)
         self._stamps: Stamps | None = None
@@ -161,9 +168,13 @@ class PeerRank:
         done = training.restore()
         stamps.add("restored", done)
         pending = options.faults_of(rank, world_size)[stamps.num_faults :]
+        spared = options.fault_steps[self._num_calls :] if self._spares_survivors else ()
+        self._num_calls += 1
         for step in range(done + 1, options.steps + 1):
             if pending and step == pending[0]:
                 self._fail(stamps, step)
+            if spared and step == spared[0]:
+                _await_interrupt()
             training.run_step(step)
             stamps.add("step", step)
             beat()
@@ -180,3 +191,10 @@ class PeerRank:
         if self._options.case == HANG:
             threading.Event().wait()
         raise RuntimeError("planned fault of the benchmark")
+
+
+def _await_interrupt() -> None:
+    """Wait, in slices short enough for an exception that is raised from another thread."""
+    for _ in range(round(SPARED_S / SLICE_S)):
+        threading.Event().wait(SLICE_S)
+    raise TimeoutError(f"no interrupt within {SPARED_S:g} s of another rank's fault")
