@@ -149,13 +149,16 @@ class Job:
         """The world without `device` is smaller, and large enough."""
         return device in self.devices and self.is_enough(self.devices_without(device))
 
-    def name_node(self, node: int, name: str) -> None:
-        """The node has joined: its devices are called by its name from now on."""
+    def name_node(self, node: int, name: str) -> str:
+        """The node has joined: its devices are called by its name from now on, with its number where that is taken."""
+        others = {node_of(device) for device, (of_node, _) in self._places.items() if of_node != node}
+        name = f"{name}-{node}" if name in others else name
         renamed = {
             device: device_id(name, index) for device, (of_node, index) in self._places.items() if of_node == node
         }
         self._places = {renamed.get(device, device): place for device, place in self._places.items()}
         self.devices = tuple(renamed.get(device, device) for device in self.devices)
+        return name
 
     def node_name(self, node: int) -> str:
         """What the node is called."""

@@ -40,8 +40,8 @@ class Nodes:
         job = self._job
         self._since_ns = now_ns
         job.absent.discard(node)
-        job.name_node(node, name)
-        job.emit(NodeJoined(node=name, node_rank=node, missing=len(job.absent)), generation=job.pending)
+        called = job.name_node(node, name)
+        job.emit(NodeJoined(node=called, node_rank=node, missing=len(job.absent)), generation=job.pending)
         if job.stage is Stage.STOPPING:
             return
         self._saves.start_writer(now_ns, node)

@@ -83,6 +83,17 @@ def test_devices_have_the_names_of_their_nodes() -> None:
     assert driven.events(schema.FaultDetected)[0].device == "host1/1"
 
 
+def test_launchers_on_one_host_are_told_apart() -> None:
+    """Two nodes of one name, as in a test, or hosts that are all called localhost: no device is two."""
+    driven = launched(num_nodes=3, num_ranks=3, node="host2")
+    driven.join(1)
+    driven.join(2)
+    driven.num_ranks = 3
+    driven.begin()
+    (formed,) = driven.events(schema.GenerationFormed)
+    assert formed.devices == ["host2/0", "host1/0", "host2-2/0"]
+
+
 def test_nobody_goes_before_every_node_is_there() -> None:
     """The leader's ranks wait, ready, for those of a node that comes late."""
     driven = launched()
