@@ -451,7 +451,11 @@ TELEMETRY_SCRAPES = _counter(
     "nvrx_telemetry_scrapes_total", Unit.COUNT, "Scrapes answered by this launcher.", scope=Scope.NODE
 )
 TELEMETRY_DROPPED = _counter(
-    "nvrx_telemetry_dropped_total", Unit.COUNT, "Items dropped by this launcher.", _COMPONENT, scope=Scope.NODE
+    "nvrx_telemetry_dropped_total",
+    Unit.COUNT,
+    "Items dropped by this launcher, or by its children on their way to it.",
+    _COMPONENT,
+    scope=Scope.NODE,
 )
 TELEMETRY_ERRORS = _counter(
     "nvrx_telemetry_errors_total", Unit.COUNT, "Errors swallowed by this launcher.", _COMPONENT, scope=Scope.NODE
