@@ -56,12 +56,14 @@ def _summary(q: Query) -> tuple[Panel, ...]:
              now(q.latest(catalog.STANDBY_READY), "ready"), now(q.latest(catalog.STANDBYS_CONFIGURED), "asked for"),
              runbooks=("NvrxStandbyMissing",), decimals=0,
              steps=(Step(color=ORANGE), Step(color=GREEN, value=1))),
-        stat("Oldest heartbeat", "Time since the last message of the rank that has been silent for longest.", "s", 6,
-             now(f"time() - min by {q.keys()} ({_either(q, catalog.RANK_HEARTBEAT, 'min')} > 0)", "silent for"),
-             decimals=1, steps=(Step(color=GREEN), Step(color=ORANGE, value=10), Step(color=RED, value=60))),
+        stat("Oldest heartbeat", "The rank that has been silent for longest, and the time since its last message.", "s",
+             6, now(f"topk by {q.keys()} (1, time() - ({_by_rank(q, catalog.RANK_HEARTBEAT, 'min')} > 0))",
+                    "rank {{rank}}"),
+             decimals=1, text_mode="value_and_name",
+             steps=(Step(color=GREEN), Step(color=ORANGE, value=10), Step(color=RED, value=60))),
         stat("Slowest rank", "The rank that comes last to the first collective of a step, and how late, smoothed. Step "
              "time would not tell: synchronous ranks all look equal.", "s", 6,
-             now(f"topk by {q.keys()} (1, {_latest_lateness(q)})", "rank {{rank}}"),
+             now(f"topk by {q.keys()} (1, {_by_rank(q, catalog.RANK_LATENESS, 'max')})", "rank {{rank}}"),
              runbooks=("NvrxSlowRank",),
              decimals=3,
              text_mode="value_and_name", steps=(Step(color=BLUE),)),
@@ -73,17 +75,13 @@ def _extreme(metric: Metric, end: str) -> Metric:
     return least if end == "min" else most
 
 
-def _either(q: Query, metric: Metric, end: str) -> str:
-    """The family of ranks, or its summary where there is only that."""
-    return f"({q.latest(metric, 'rank')} or {q.latest(_extreme(metric, end))})"
-
-
-def _latest_lateness(q: Query) -> str:
-    """Lateness by rank; of a summary, the greatest with its rank as a label."""
-    _, most, _, where = catalog.RANK_SUMMARIES[catalog.RANK_LATENESS.name]
+def _by_rank(q: Query, metric: Metric, end: str) -> str:
+    """The family of ranks; of a summary, the least or the greatest with its rank as a label."""
+    _, _, least_rank, most_rank = catalog.RANK_SUMMARIES[metric.name]
+    where = least_rank if end == "min" else most_rank
     rank = f'count_values without () ("rank", {q.latest(where)} >= 0)'
-    summary = f"({rank}) * on {q.keys()} group_left () {q.latest(most)}"
-    return f"({q.latest(catalog.RANK_LATENESS, 'rank')} or {summary})"
+    summary = f"({rank}) * on {q.keys()} group_left () {q.latest(_extreme(metric, end))}"
+    return f"({q.latest(metric, 'rank')} or {summary})"
 
 
 def _ranks(q: Query) -> tuple[Panel, ...]:

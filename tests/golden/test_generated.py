@@ -124,7 +124,7 @@ SEEN_OTHERWISE: dict[str, str] = {
     "nvrx_checkpoint_deletions_total": "it is the count of nvrx_checkpoint_deletion_seconds",
     **dict.fromkeys(
         (
-            *(f"nvrx_rank_heartbeat_timestamp_seconds_{end}" for end in ("max", "min_rank", "max_rank")),
+            *(f"nvrx_rank_heartbeat_timestamp_seconds_{end}" for end in ("max", "max_rank")),
             *(f"nvrx_rank_lateness_seconds_{end}" for end in ("min", "min_rank")),
             *(f"nvrx_rank_memory_bytes_{end}" for end in ("min", "min_rank", "max_rank")),
             *(f"nvrx_rank_step_{end}" for end in ("min_rank", "max_rank")),

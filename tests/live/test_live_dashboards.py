@@ -156,6 +156,17 @@ def test_p95_is_hidden_below_twenty_samples(told: tuple[MonitoringStack, float])
     assert query.instant(view.base_url, view.fill(p50))
 
 
+def test_the_silent_rank_is_named_in_a_summary_too(told: tuple[MonitoringStack, float]) -> None:
+    """Above 64 ranks only extremes are exported: whose they are stands beside them."""
+    stack, start_s = told
+    by_place = {item.place: item for item in asked()}
+    for panel in ("Oldest heartbeat", "Slowest rank"):
+        expression = by_place["ranks", panel, "rank {{rank}}"].expression
+        for run in ("summary", "troubled"):
+            found = query.instant(stack.prometheus_url, view_of(stack, run, start_s).fill(expression))
+            assert [item.labels["rank"] in ("0", "1") for item in found] == [True], (panel, run)
+
+
 def test_a_halted_run_keeps_its_word(told: tuple[MonitoringStack, float]) -> None:
     """The situation of each told run, in the number that the dashboards show as a word."""
     stack, start_s = told
