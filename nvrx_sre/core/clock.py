@@ -35,8 +35,8 @@ class SystemClock:
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
-    def monotonic_ns(self) -> int:
-        return time.monotonic_ns()
+    monotonic_ns = staticmethod(time.monotonic_ns)
+    """Without a call of ours around it: read several times a step by each rank, and for each message by a launcher."""
 
     def wall_ns(self) -> int:
         return time.monotonic_ns() + self._offset_ns
