@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from nvrx_sre.core.errors import UserError
-from nvrx_sre.core.limits import CapLimits, Deadlines, DeadlineTuning, Limits, TelemetryLimits
+from nvrx_sre.core.limits import CapLimits, Deadlines, DeadlineTuning, Limits, NodeLimits, TelemetryLimits
 
 OPTION_KEYS: dict[str, dict[str, str]] = {
     "run": {
@@ -71,10 +71,13 @@ OPTION_KEYS: dict[str, dict[str, str]] = {
 }
 """Section -> key -> parameter of the command."""
 
-LIMIT_SECTIONS: dict[str, type[CapLimits] | type[Deadlines] | type[DeadlineTuning] | type[TelemetryLimits]] = {
+AnyLimits = CapLimits | Deadlines | DeadlineTuning | NodeLimits | TelemetryLimits
+
+LIMIT_SECTIONS: dict[str, type[AnyLimits]] = {
     "caps": CapLimits,
     "deadlines": Deadlines,
     "tuning": DeadlineTuning,
+    "nodes": NodeLimits,
     "telemetry": TelemetryLimits,
 }
 """Section -> limits dataclass whose fields are its keys."""
@@ -114,6 +117,7 @@ def build_limits(fields_of: Mapping[str, Mapping[str, Any]], step_deadline_s: fl
         caps=CapLimits(**fields_of.get("caps", {})),
         deadlines=Deadlines(**deadlines),
         tuning=DeadlineTuning(**fields_of.get("tuning", {})),
+        nodes=NodeLimits(**fields_of.get("nodes", {})),
         telemetry=TelemetryLimits(**fields_of.get("telemetry", {})),
     )
 
