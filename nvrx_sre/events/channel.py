@@ -354,11 +354,16 @@ class SlotsReleased(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class MapSlots(Message):
-    """To the writer: slots of `rank`, the memfd beside this message."""
+    """To the writer and to standbys: slots of `rank`, the memfd beside this message."""
 
     rank: int
     data_bytes: int
     blob_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsDropped(Message):
+    """To a standby: the slots of its node are no more."""
 
 
 @dataclass(frozen=True, kw_only=True)

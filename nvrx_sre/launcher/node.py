@@ -84,7 +84,7 @@ class Node:
             c.Kill: self._kill,
             c.SetHotInterval: self._set_hot_interval,
             c.GrantSlots: self._grant,
-            c.DropSlots: lambda command: self.slots.drop(command.num_ranks),
+            c.DropSlots: self._drop,
             c.PublishSealed: lambda command: self.slots.publish(command.step),
             c.StrandSlots: lambda command: self.slots.strand(command.generation, command.step),
             c.HoldSlots: lambda command: self.slots.hold(command.slots, command.first_rank),
@@ -164,8 +164,8 @@ class Node:
             environment=self._environment(command),
         )
         self.forks.put(Request(message=fork, channel=theirs, output=output))
-        if command.role is Role.WRITER:
-            self._map_all(child)
+        for rank, slots in self.slots.files().items():
+            self._map(child, rank, slots)
 
     def _put_spawn_failure(self, number: int, why: str) -> None:
         self._put(
@@ -298,22 +298,28 @@ class Node:
         granted = wire.SlotsGranted(data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
         self._send(command.child, granted, (slots.fd,))
         for child in self.children.values():
-            if child.role is Role.WRITER:
-                self._map_for_writer(child.number, command.rank, slots)
+            self._map(child, command.rank, slots)
+
+    def _drop(self, command: c.DropSlots) -> None:
+        self.slots.drop(command.num_ranks)
+        for child in self.children.values():
+            if self._is_standby(child):
+                self._send(child.number, wire.SlotsDropped())
 
     def _release_slots(self, command: c.ReleaseSlots) -> None:
         self.slots.release()
         for child in self._rank_of:
             self._send(child, wire.SlotsReleased())
 
-    def _map_for_writer(self, number: int, rank: int, slots: SlotFile) -> None:
-        message = wire.MapSlots(rank=rank, data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
-        self._send(number, message, (slots.fd,))
+    def _map(self, child: process.Child, rank: int, slots: SlotFile) -> None:
+        """The writer reads every rank's slots, and a standby may become any rank."""
+        if child.role is Role.WRITER or self._is_standby(child):
+            message = wire.MapSlots(rank=rank, data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
+            self._send(child.number, message, (slots.fd,))
 
-    def _map_all(self, child: process.Child) -> None:
-        """A new writer learns of all slots there are."""
-        for rank, slots in self.slots.files().items():
-            self._map_for_writer(child.number, rank, slots)
+    def _is_standby(self, child: process.Child) -> bool:
+        """It has not become a rank yet."""
+        return child.role is Role.STANDBY and child.number not in self._rank_of
 
 
 def own_fault(child: int, generation: int, fault: FaultClass, error: Exception, clock: Clock) -> c.FromChild:

@@ -54,6 +54,8 @@ class RankControl:
         self.progress = 0
         self.on_slots: Callable[[wire.SlotsGranted, int], None] | None = None
         self.on_interval: Callable[[wire.HotInterval], None] | None = None
+        self.on_map: Callable[[wire.MapSlots, int], None] | None = None
+        self.on_dropped: Callable[[], None] | None = None
         self._signal = interrupt_signal
         self._main_thread_id = threading.main_thread().ident or 0
         self.armed: int | None = None
@@ -251,6 +253,12 @@ class RankControl:
         if isinstance(message, wire.SlotsGranted):
             if self.on_slots is not None:
                 self.on_slots(message, descriptors[0])
+        elif isinstance(message, wire.MapSlots):
+            if self.on_map is not None:
+                self.on_map(message, descriptors[0])
+        elif isinstance(message, wire.SlotsDropped):
+            if self.on_dropped is not None:
+                self.on_dropped()
         elif isinstance(message, wire.HotInterval):
             self._tell_interval(message)
         elif isinstance(message, wire.Doorbell):

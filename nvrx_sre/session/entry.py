@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from nvrx_sre.core import processes
 from nvrx_sre.core.errors import RestartAborted, UserError
 from nvrx_sre.events import channel as wire
 from nvrx_sre.session.context import Context
@@ -94,14 +95,20 @@ def _park(process: RankProcess, read: str) -> wire.Assign:
         )
     )
     assign, descriptor = process.control.wait_assigned()
-    process.take_slots(descriptor, assign.slot_data_bytes, assign.slot_blob_bytes)
+    _become(process, assign, descriptor)
     return assign
+
+
+def _become(process: RankProcess, assign: wire.Assign, descriptor: int | None) -> None:
+    """This process is that rank now."""
+    processes.set_name(f"nvrx-rank-{assign.rank:05d}")
+    process.take_slots(assign, descriptor)
 
 
 def _newest_assign(process: RankProcess, assign: wire.Assign) -> wire.Assign:
     """`assign`, or the one that came since: another world, in which this process is another rank without slots yet."""
     newest, descriptor = process.control.wait_assigned()
     if newest is not assign:
-        process.take_slots(descriptor, newest.slot_data_bytes, newest.slot_blob_bytes)
+        _become(process, newest, descriptor)
         ambient.bind(run=process.settings.run, rank=newest.rank)
     return newest

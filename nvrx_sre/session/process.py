@@ -12,6 +12,7 @@ from nvrx_sre.core.errors import InternalError
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
+from nvrx_sre.session.slots_ahead import SlotsAhead
 
 
 class HotSchedule:
@@ -47,7 +48,10 @@ class RankProcess:
         """It was said that this run has none."""
         self._granted = threading.Condition()
         self._grant: tuple[int, int, int] | None = None
+        self._ahead = SlotsAhead()
         control.on_slots = self._on_slots
+        control.on_map = self._ahead.map
+        control.on_dropped = self._ahead.drop
         control.on_interval = lambda message: self.hot_schedule.change(message.every, message.from_step)
 
     def map_slots(self, descriptor: int, data_bytes: int, blob_bytes: int) -> SlotFile:
@@ -57,13 +61,15 @@ class RankProcess:
         self.slots = SlotFile.map(descriptor, data_bytes, blob_bytes)
         return self.slots
 
-    def take_slots(self, descriptor: int | None, data_bytes: int, blob_bytes: int) -> None:
+    def take_slots(self, assign: wire.Assign, descriptor: int | None) -> None:
         """Map the slots that come with a rank; without a descriptor it has none, and a mapping of before is dropped."""
-        if descriptor is not None:
-            self.map_slots(descriptor, data_bytes, blob_bytes)
-        elif self.slots is not None:
+        if self.slots is not None:
             self.slots.close()
             self.slots = None
+        if descriptor is None:
+            self._ahead.drop()
+        else:
+            self.slots = self._ahead.take(assign.rank, descriptor, assign.slot_data_bytes, assign.slot_blob_bytes)
 
     def slots_for(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> SlotFile:
         """Slots that hold at least these sizes; blocks until the launcher grants them if there are none."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 import nvrx_sre
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core.errors import InternalError, UserError
+from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
 from nvrx_sre.session.process import HotSchedule, RankProcess
+from nvrx_sre.session.slots_ahead import SlotsAhead
 from nvrx_sre.session.times import StepTimes
 
 
@@ -132,10 +135,53 @@ def test_another_rank_begins_without_the_slots_of_the_last_one() -> None:
     """A rank of another world has no slots yet: what was mapped for the old one must not be written again."""
     process = RankProcess(settings(), Control())  # type: ignore[arg-type]  # nothing is sent here
     granted = SlotFile.create(4096, 4096, num_slots=2, num_alike=1, name="nvrx-test")
-    process.take_slots(os.dup(granted.fd), 4096, 4096)
+    process.take_slots(assigned(0), os.dup(granted.fd))
     mapped = process.slots
     assert mapped is not None
-    process.take_slots(None, 0, 0)
+    process.take_slots(assigned(1), None)
     assert process.slots is None
-    process.take_slots(None, 0, 0)
+    process.take_slots(assigned(1), None)
     granted.close()
+
+
+def assigned(rank: int) -> wire.Assign:
+    """A rank of two, with slots of a page each."""
+    return wire.Assign(
+        rank=rank,
+        local_rank=rank,
+        world_size=2,
+        generation=2,
+        slot_data_bytes=4096,
+        slot_blob_bytes=4096,
+        local_world_size=2,
+        node_rank=0,
+    )
+
+
+def memory_of(name: str) -> list[str]:
+    """Slots of this name that this process has mapped, by address."""
+    return [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if f"memfd:{name} " in line]
+
+
+def test_a_standby_becomes_a_rank_with_the_slots_that_it_has_mapped_ahead() -> None:
+    """The mapping stays, those of other ranks go; slots that are others than were mapped ahead are mapped anew."""
+    mine, other, newer = (SlotFile.create(4096, 4096, num_slots=2, name=f"nvrx-{name}") for name in ("a", "b", "c"))
+    ahead = SlotsAhead()
+    for rank, slots in enumerate((mine, other)):
+        ahead.map(wire.MapSlots(rank=rank, data_bytes=4096, blob_bytes=4096), os.dup(slots.fd))
+    [_, mapped_ahead] = memory_of("nvrx-a")
+    assert len(memory_of("nvrx-b")) == 2
+    taken = ahead.take(0, os.dup(mine.fd), 4096, 4096)
+    assert memory_of("nvrx-a")[1:] == [mapped_ahead] and len(memory_of("nvrx-b")) == 1
+    taken.sealed_step = 7
+    assert mine.sealed_step == 7, "it is the same memory"
+    ahead.map(wire.MapSlots(rank=0, data_bytes=4096, blob_bytes=4096), os.dup(other.fd))
+    anew = ahead.take(0, os.dup(newer.fd), 4096, 4096)
+    anew.sealed_step = 9
+    assert newer.sealed_step == 9 and len(memory_of("nvrx-b")) == 1
+    ahead.map(wire.MapSlots(rank=1, data_bytes=8192, blob_bytes=4096), os.dup(other.fd))
+    ahead.map(wire.MapSlots(rank=1, data_bytes=4096, blob_bytes=4096), os.dup(other.fd))
+    ahead.drop()
+    assert len(memory_of("nvrx-b")) == 1, "sizes that are not theirs map nothing, and what is dropped is free"
+    for slots in (mine, other, newer, taken, anew):
+        slots.close()

@@ -1,0 +1,58 @@
+"""Slots that a standby maps before it is a rank: those of its whole node, so that its first restore finds them mapped.
+
+    MapSlots(rank) -> map ... Assign(rank) -> take(rank): that mapping, and the others are closed
+
+Model: the launcher sends the descriptor of each rank's slots as they come to be; those of the rank that the standby
+becomes come once more with the assignment, and are mapped then if they are others than were mapped ahead. A mapping
+that fails is none: the one at the assignment says why.
+Thread safety: `map` and `drop` are the monitor thread's, `take` the main thread's once the launcher has assigned a
+rank, after which it sends no more of them. Must not: read or write a slot.
+"""
+
+from __future__ import annotations
+
+import os
+
+from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.core.errors import StorageError, UserError
+from nvrx_sre.events import channel as wire
+
+
+class SlotsAhead:
+    """Mapped slots by rank."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, SlotFile] = {}
+
+    def map(self, message: wire.MapSlots, descriptor: int) -> None:
+        """Map the slots of a rank in place of those it had before. Blocks for the page tables: 0.1 s a gigabyte."""
+        self._close(message.rank)
+        try:
+            self._by_rank[message.rank] = SlotFile.map(descriptor, message.data_bytes, message.blob_bytes)
+        except (UserError, StorageError):
+            os.close(descriptor)
+
+    def drop(self) -> None:
+        """The node's slots are lost or of another world: their memory is free once nobody maps it."""
+        for rank in list(self._by_rank):
+            self._close(rank)
+
+    def take(self, rank: int, descriptor: int, data_bytes: int, blob_bytes: int) -> SlotFile:
+        """The slots behind `descriptor`, which is taken over, as this process's own; nothing is mapped ahead any more.
+
+        Raises as `SlotFile.map` does.
+        """
+        ahead = self._by_rank.pop(rank, None)
+        self.drop()
+        if ahead is None:
+            return SlotFile.map(descriptor, data_bytes, blob_bytes)
+        if not os.path.samestat(os.fstat(ahead.fd), os.fstat(descriptor)):
+            ahead.close()
+            return SlotFile.map(descriptor, data_bytes, blob_bytes)
+        os.close(descriptor)
+        return ahead
+
+    def _close(self, rank: int) -> None:
+        slots = self._by_rank.pop(rank, None)
+        if slots is not None:
+            slots.close()
