@@ -6,7 +6,7 @@ Cases
     efficiency R  steps x median step without saving / wall, where a write takes R times the compute between saves,
                   throttled; beside it freshness and the share of possible commits. Ours alone: only it can throttle
     restore       from a warm slot, in a fresh process, from the disk; beside it plain copies, disk read, checksum
-    memory        shared and private memory for saving, in units of the state: three slots are 3
+    memory        shared and private memory for saving, in units of the state: three slots are 3 (`checkpoint_memory`)
 
 Ours is the real launcher with its standby and writer around the same loop (`checkpoint_training`) that the others run
 under torchrun. Terms and formulas: `checkpoint_reading`. Blocking: about ten minutes; starts processes and waits.
@@ -15,6 +15,7 @@ Must not: run anything else beside a measurement.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import math
 import shutil
@@ -22,18 +23,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from nvrx_sre.bench import checkpoint_memory as memory
 from nvrx_sre.bench import checkpoint_reading as reading
 from nvrx_sre.bench import checkpoint_reference as reference
 from nvrx_sre.bench.checkpoint_reading import CONTESTANTS, NOTHING, OURS
 from nvrx_sre.bench.rows import Row, empty, summarize
 from nvrx_sre.bench.subprocesses import run_to_end
 from nvrx_sre.checkpoint import discover
-from nvrx_sre.core.clock import SystemClock, to_ns
+from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events.journal import read_journal
 from nvrx_sre.events.schema import Event, FaultDetected, Record, Role, SaveCommitted, StateRestored, WorkerStarted
@@ -47,6 +49,7 @@ NEVER = 1_000_000
 PEER = "nvidia-resiliency-ext"
 
 Say = Callable[[str], None]
+OnRows = Callable[[list[Row]], None]
 E = TypeVar("E", bound=Event)
 
 
@@ -132,26 +135,41 @@ class Benchmark:
         self._clock = SystemClock()
         self._scratch = Path()
 
-    def measure(self) -> list[Row]:
-        """All rows. Blocks for minutes."""
-        wanted = self._config.cases
-        rows: list[Row] = []
+    def measure(self, on_rows: OnRows) -> None:
+        """Measure part after part; `on_rows` gets the rows of each as soon as there are any. Blocks for minutes.
+
+        A part that fails costs no other one: `InternalError` comes at the end and names all that failed.
+        """
+        failed: list[str] = []
         with tempfile.TemporaryDirectory(prefix="nvrx-sre-bench-", dir=Path.cwd()) as scratch:
             self._scratch = Path(scratch)
             step_s = self._calibrate()
-            if "blocked" in wanted or "memory" in wanted:
-                rows += self._ours_blocked(step_s)
-            if "blocked" in wanted:
-                for contestant in (NOTHING, *self._config.contestants):
-                    rows += self._peer_blocked(contestant)
-                rows.append(absent_peer())
-            if "efficiency" in wanted:
-                rows += self._efficiency(step_s)
-            if "restore" in wanted:
-                rows += self._restore(step_s)
-        return [row for row in rows if row.case.split()[0] in wanted]
+            for name, part in self._parts(step_s):
+                self._say(name)
+                try:
+                    on_rows(part())
+                except InternalError as error:
+                    self._say(f"{name} failed: {error}")
+                    failed.append(f"{name}: {error}")
+        if failed:
+            raise InternalError(f"failed in the benchmark: {'; '.join(failed)}")
 
-    # --- blocked and memory -------------------------------------------------------------------------------
+    def _parts(self, step_s: float) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
+        """(name, what measures it) of everything that was asked for."""
+        wanted = self._config.cases
+        if "blocked" in wanted:
+            yield f"blocked: {OURS}", lambda: self._ours_blocked(step_s)
+            for contestant in (NOTHING, *self._config.contestants):
+                yield f"blocked: {contestant}", functools.partial(self._peer_blocked, contestant)
+            yield f"blocked: {PEER}", lambda: [absent_peer()]
+        if "efficiency" in wanted:
+            yield f"efficiency: {OURS}", lambda: self._efficiency(step_s)
+        if "restore" in wanted:
+            yield f"restore: {OURS}", lambda: self._restore(step_s)
+        if "memory" in wanted:
+            yield f"memory: {OURS}", self._memory
+
+    # --- blocked ------------------------------------------------------------------------------------------
 
     def _calibrate(self) -> float:
         self._say("calibration: how long is a step here?")
@@ -168,15 +186,12 @@ class Benchmark:
         )
 
     def _ours_blocked(self, step_s: float) -> list[Row]:
-        self._say(f"blocked: {OURS}")
         plan = self._blocked_plan(self._pause_steps(step_s))
-        with reference.MemorySampler() as sampler:
-            run = self._launch("blocked", plan, "--hot-every", "0")
+        run = self._launch("blocked", plan, "--hot-every", "0")
         killed = [event for event in _events(run.records, SaveCommitted) if event.step == plan.kill_step]
-        return [*self._blocked_rows(OURS, run, plan, bool(killed)), self._memory_row(run, sampler.samples)]
+        return self._blocked_rows(OURS, run, plan, bool(killed))
 
     def _peer_blocked(self, contestant: str) -> list[Row]:
-        self._say(f"blocked: {contestant}")
         plan = self._blocked_plan(6)
         run = self._train(contestant, plan)
         checkpoints = run.out / "checkpoints"
@@ -201,30 +216,13 @@ class Benchmark:
             )
         return rows
 
-    def _memory_row(self, run: Run, samples: Sequence[reading.MemorySample]) -> Row:
-        pids: dict[Role, set[int]] = {role: set() for role in Role}
-        for event in _events(run.records, WorkerStarted):
-            pids[event.role].add(event.pid)
-        # A recovery's memory is not that of saving; one sample later than the kill, so that there is one at all.
-        kill_ns = next(stamp.start_ns for stamp in run.ranks[-1] if stamp.kind == "kill")
-        end_ns = kill_ns + to_ns(reading.KILL_AFTER_S + reference.SAMPLE_EVERY_S)
-        used = reading.memory_of(
-            [sample for sample in samples if sample.at_ns < end_ns], pids, run.saves[0].captured_ns
-        )
-        state = self._config.state_bytes
-        note = (
-            f"slots {used.slot_bytes / 1e6:.0f} MB, ranks +{used.rank_bytes / 1e6:.0f} MB, "
-            f"writer +{used.writer_bytes / 1e6:.0f} MB, state {state / 1e6:.0f} MB"
-        )
-        return self._row([used.total_bytes / state], OURS, "memory", "states", note)
-
     # --- efficiency ---------------------------------------------------------------------------------------
 
     def _efficiency(self, step_s: float) -> list[Row]:
         config = self._config
         windows = [self._window(saturation, step_s) for saturation in config.saturations]
         total_s = sum(steps for _, steps in windows) * step_s
-        self._say(f"efficiency: {OURS} at {config.bandwidth_mb_s:g} MB/s, {total_s:.0f} s of steps")
+        self._say(f"at {config.bandwidth_mb_s:g} MB/s, {total_s:.0f} s of steps")
         pause_steps = self._pause_steps(step_s, 1.5 * config.write_s + 2)
         run = self._launch(
             "efficiency",
@@ -258,7 +256,6 @@ class Benchmark:
 
     def _restore(self, step_s: float) -> list[Row]:
         config = self._config
-        self._say(f"restore: {OURS}, {config.num_restores} of each kind")
         gap, start = max(3, round(config.pause_s / step_s)), 4
         exceptions = [start + 3 * number for number in range(config.num_restores)]
         kills = [exceptions[-1] + gap * (number + 1) for number in range(config.num_restores)]
@@ -274,7 +271,7 @@ class Benchmark:
         newest = discover.discover(self._scratch / "restore", []).restorable[0]
         reads, sums = [], []
         for number in range(config.num_restores):
-            self._say(f"restore: from the disk, {number + 1} of {config.num_restores}")
+            self._say(f"from the disk, {number + 1} of {config.num_restores}")
             reads.append(reference.disk_read_s(newest.path, config.ranks))
             sums.append(reference.checksum_s(newest.size_bytes, config.ranks))
             reference.forget(newest.path)
@@ -302,18 +299,41 @@ class Benchmark:
             rows.append(self._row(found[kind], OURS, f"restore {case}", "s", note))
         return rows
 
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def _memory(self) -> list[Row]:
+        interval = reading.FOLLOWING + 1
+        num_steps = interval * self._config.num_saves + reading.FOLLOWING
+        saving, without = self._peaks("memory", interval, num_steps), self._peaks("memory-never", NEVER, num_steps)
+        used, state_bytes = memory.taken_by_saving(saving, without), self._config.state_bytes
+        note = (
+            f"slots {used.slot_bytes / 1e6:.0f} MB, ranks +{used.rank_bytes / 1e6:.0f} MB, "
+            f"writer +{used.writer_bytes / 1e6:.0f} MB over the same run without a save, whose ranks hold "
+            f"{without.rank_bytes / 1e6:.0f} MB; state {state_bytes / 1e6:.0f} MB"
+        )
+        return [self._row([used.total_bytes / state_bytes], OURS, "memory", "states", note)]
+
+    def _peaks(self, name: str, interval: int, num_steps: int) -> memory.Peaks:
+        plan = _Plan(windows=((interval, num_steps),), pause_steps=6)
+        with memory.MemorySampler() as sampler:
+            run = self._launch(name, plan, "--hot-every", "0", "--standbys", "0", under=memory.HELD_ONLY)
+        ranks = {stamp.pid for stamps in run.ranks for stamp in stamps if stamp.kind == "restored"}
+        writers = {event.pid for event in _events(run.records, WorkerStarted) if event.role is Role.WRITER}
+        return memory.peaks_of(sampler.samples, ranks, writers)
+
     # --- runs ---------------------------------------------------------------------------------------------
 
     def _pause_steps(self, step_s: float, at_least_s: float = 0.0) -> int:
         return math.ceil(max(self._config.pause_s, at_least_s) / step_s) + 4
 
-    def _launch(self, name: str, plan: _Plan, *options: str) -> Run:
-        """Run ours under its launcher."""
+    def _launch(self, name: str, plan: _Plan, *options: str, under: Sequence[str] = ()) -> Run:
+        """Run ours under its launcher, which `under` (a command) starts if there is one."""
         run_dir = self._scratch / name
         out = self._scratch / f"{name}-stamps"
         out.mkdir(exist_ok=True)
         run_to_end(
             [
+                *under,
                 *(sys.executable, "-m", "nvrx_sre", "launch", "--nproc-per-node", str(self._config.ranks)),
                 *("--run-dir", str(run_dir), "--save-every", str(NEVER), "--metrics-linger", "0", *options),
                 *("--module", TRAINING, *self._training_arguments(OURS, out, plan)),
@@ -366,9 +386,12 @@ class Benchmark:
         )
 
 
-def measure(config: BenchConfig, say: Say) -> list[Row]:
-    """Run every case of `config`; `say` gets a line before each part."""
-    return Benchmark(config, say).measure()
+def measure(config: BenchConfig, say: Say, on_rows: OnRows) -> None:
+    """Run every case of `config`; `say` gets a line before each part, `on_rows` its rows after it.
+
+    Raises `InternalError` at the end if a part failed.
+    """
+    Benchmark(config, say).measure(on_rows)
 
 
 def absent_peer() -> Row:

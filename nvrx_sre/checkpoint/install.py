@@ -26,6 +26,7 @@ from nvrx_sre.checkpoint import tracked as tracking
 from nvrx_sre.checkpoint.dcp_metadata import StoredTensor
 from nvrx_sre.checkpoint.fit import Mismatch
 from nvrx_sre.checkpoint.manifest import own_key
+from nvrx_sre.checkpoint.spare import Spare
 from nvrx_sre.core.errors import UserError
 
 
@@ -62,8 +63,11 @@ Moments = dict[str, dict[str, tuple[str, torch.Tensor]]]
 class Targets:
     """Tensors to fill, DTensor or plain, by checkpoint key. `made`: those that nobody holds yet."""
 
-    def __init__(self, tracked: Mapping[str, object], stored: Mapping[str, StoredTensor]) -> None:
-        """Targets of all tensors but those inside small state. Raises `Mismatch` for state of another model."""
+    def __init__(self, tracked: Mapping[str, object], stored: Mapping[str, StoredTensor], spare: Spare) -> None:
+        """Targets of all tensors but those inside small state, new ones in memory of `spare`. Call under no_grad.
+
+        Raises `Mismatch` for state of another model.
+        """
         self.moments: dict[str, Moments] = {}
         self.made: dict[str, torch.Tensor] = {}
         self._stored = stored
@@ -73,6 +77,8 @@ class Targets:
             self.moments[name] = _optimizer_targets(name, optimizer, names, stored)
             for states in self.moments[name].values():
                 self.made.update(dict(states.values()))
+        for tensor in self.made.values():
+            spare.provide(tensor)
         self.fixed = {source.fqn: source.tensor.detach() for source in tracking.fixed_sources(tracked)}
 
     def add_big(self, small: SmallState) -> None:

@@ -14,6 +14,7 @@ small state. Neither step runs a collective. Thread safety: main thread of the r
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ from nvrx_sre.checkpoint.manifest import Manifest
 from nvrx_sre.checkpoint.reading import CheckpointFiles, Place
 from nvrx_sre.checkpoint.replicas import replica_names
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
+from nvrx_sre.checkpoint.spare import Spare
 from nvrx_sre.core.errors import CheckpointCorrupt, UserError
 from nvrx_sre.events.schema import RejectReason
 
@@ -47,8 +49,15 @@ class HotCandidate:
     """A hot slot that this rank may restore from. `values`: plain values, after `load`."""
 
     def __init__(
-        self, slot_file: SlotFile | None, slot: int, step: int, layout_hash: str, tracked: Mapping[str, object]
+        self,
+        slot_file: SlotFile | None,
+        slot: int,
+        step: int,
+        layout_hash: str,
+        tracked: Mapping[str, object],
+        spare: Spare | None = None,
     ) -> None:
+        self._spare = spare or Spare()
         self._slot_file = slot_file
         self._slot = slot
         self._step = step
@@ -68,7 +77,7 @@ class HotCandidate:
         try:
             layout, state = open_blob(slot_file, self._slot, header)
             stored = {item.fqn: StoredTensor(item.dtype, item.global_shape) for item in layout.items}
-            self._targets = Targets(self._tracked, stored)
+            self._targets = Targets(self._tracked, stored, self._spare)
             digest, self._filled = _digest_while_filling(slot_file, self._slot, header, layout, self._targets.made)
             if digest != header.digest:
                 raise ValueError("its bytes do not match their digest")
@@ -116,7 +125,16 @@ class HotCandidate:
 class DurableCandidate:
     """A durable checkpoint that this rank may restore from. `values`: plain values, after `load`."""
 
-    def __init__(self, directory: Path, run: str, rank: int, world_size: int, tracked: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run: str,
+        rank: int,
+        world_size: int,
+        tracked: Mapping[str, object],
+        spare: Spare | None = None,
+    ) -> None:
+        self._spare = spare or Spare()
         self._directory = directory
         self._run = run
         self._rank = rank
@@ -141,7 +159,7 @@ class DurableCandidate:
         self._small = self._read_small(described)
         visible = self._visible(described)
         self._check_fit(visible)
-        self._targets = Targets(self._tracked, visible)
+        self._targets = Targets(self._tracked, visible, self._spare)
         self._targets.add_big(self._small)
         self._plan = Plan(self._targets.all(), described, self._own_keys(described))
         self._plan.read(self._files)
@@ -296,7 +314,10 @@ def _memory(tensor: torch.Tensor | None, size_bytes: int) -> memoryview | None:
     local = _local(tensor)
     if not local.is_cpu or not local.is_contiguous() or local.numel() * local.element_size() != size_bytes:
         return None
-    return local.reshape(-1).view(torch.uint8).numpy().data if size_bytes else None
+    if not size_bytes:
+        return None
+    # Not by way of `numpy()`, after which torch takes the memory for that of somebody else (`Spare` then leaves it).
+    return memoryview((ctypes.c_char * size_bytes).from_address(local.data_ptr())).cast("B")
 
 
 def _check_sharding(tracked: Mapping[str, object], layout: Layout) -> None:

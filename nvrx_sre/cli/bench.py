@@ -95,14 +95,26 @@ def _recovery_config(
 def checkpoint(cases: tuple[str, ...], quick: bool, json_path: Path | None) -> int:
     """What a durable checkpoint costs, and what it gives.
 
-    This launcher and torch's own ways of saving, on the same state of about 500 MB. Takes ten minutes or more.
+    This launcher and torch's own ways of saving, on the same state of about 500 MB. Takes ten minutes or more. The rows
+    are written after each part; one that fails costs no other, and the exit code says so at the end.
     """
     from nvrx_sre.bench import checkpoint as question
 
     _check_writable(json_path)
     chosen = cases or question.CASES
     config = question.quick(chosen) if quick else question.BenchConfig(cases=chosen)
-    return _show(question.measure(config, lambda line: click.echo(line, err=True)), json_path)
+    measured: list[rows.Row] = []
+
+    def take(part: list[rows.Row]) -> None:
+        measured.extend(part)
+        if json_path is not None:
+            rows.write_json(json_path, measured)
+
+    try:
+        question.measure(config, lambda line: click.echo(line, err=True), take)
+    finally:
+        _show(measured, json_path)
+    return 0
 
 
 @command.command("telemetry")

@@ -21,7 +21,6 @@ from nvrx_sre.events.settings import STACKS_SIGNAL, ChildSettings
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.session import process
 from nvrx_sre.session.environment import watch_rank_variables
-from nvrx_sre.session.heap import keep_freed_memory
 
 
 def connect(settings: ChildSettings, channel: wire.Channel) -> RankControl:
@@ -47,7 +46,6 @@ def run_user_code(arguments: list[str]) -> None:
 def main(arguments: list[str], settings: ChildSettings, channel: wire.Channel) -> int:
     """Run `script.py args` or `-m module args`; exit code of the child."""
     survive_a_full_disk()
-    keep_freed_memory()
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     process.set_control(settings, connect(settings, channel))

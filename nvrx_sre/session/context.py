@@ -25,6 +25,7 @@ from nvrx_sre.telemetry import context as ambient
 if TYPE_CHECKING:
     import torch
 
+    from nvrx_sre.checkpoint.spare import Spare
     from nvrx_sre.restart.wrapper import Restarter
     from nvrx_sre.session.injecting import Injector
     from nvrx_sre.session.rank_saving import RankSaver
@@ -45,7 +46,10 @@ class Context:
 
     managed = True
 
-    def __init__(self, process: RankProcess, assign: wire.Assign, go: wire.Go, restarter: Restarter) -> None:
+    def __init__(
+        self, process: RankProcess, assign: wire.Assign, go: wire.Go, restarter: Restarter, spare: Spare
+    ) -> None:
+        self._spare = spare
         self.rank = assign.rank
         self.local_rank = assign.local_rank
         self.world_size = go.world_size
@@ -147,7 +151,7 @@ class Context:
         control.enter(Phase.LOAD)
         self._inject("restore")
         started_ns = control.clock.monotonic_ns()
-        step, source, self._saver = restore(self._process, self._go, self.rank, self.device, self._tracked)
+        step, source, self._saver = restore(self._process, self._go, self.rank, self.device, self._tracked, self._spare)
         now_ns = control.clock.monotonic_ns()
         control.step = self._restored_step = step
         control.send(
@@ -299,6 +303,7 @@ class Context:
         """The generation is over on this rank; the runtime's exit, not for user code. Blocks for a running copy."""
         if self._saver is not None:
             self._saver.close()
+            self._spare.keep(self._tracked)
         self._inject("teardown")
 
     def _inject(self, point: str) -> None:

@@ -54,6 +54,7 @@ def _bind(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> None:
+    from nvrx_sre.checkpoint.spare import Spare
     from nvrx_sre.restart.abort import ProcessGroups
     from nvrx_sre.restart.wrapper import GenerationBody, Restarter
     from nvrx_sre.session import restoring, saving  # noqa: F401  # DCP's imports belong before parking
@@ -61,7 +62,7 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
 
     read = rank_variable_read()
     stop_watching_rank_variables()
-    restarter = Restarter(process.control, ProcessGroups())
+    restarter, spare = Restarter(process.control, ProcessGroups()), Spare()
     warm_up(restarter.groups)
     try:
         assign = _park(process, read)
@@ -74,7 +75,7 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
         assign = _newest_assign(process, assign)
         traceparent = ambient.set_generation(go.generation)
         set_rank_variables(assign, go, traceparent)
-        context = Context(process, assign, go, restarter)
+        context = Context(process, assign, go, restarter, spare)
         return GenerationBody(
             function=lambda: context.run(function), result=lambda: context.result, discard=context.discard
         )

@@ -28,6 +28,7 @@ from nvrx_sre.checkpoint import supported
 from nvrx_sre.checkpoint.capture import Capturer
 from nvrx_sre.checkpoint.replicas import differing
 from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate
+from nvrx_sre.checkpoint.spare import Spare
 from nvrx_sre.checkpoint.stand_ins import StandIns
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import CheckpointCorrupt, NothingRestorable
@@ -59,21 +60,28 @@ class Candidate(Protocol):
 
 
 def restore(
-    process: RankProcess, go: wire.Go, rank: int, device: torch.device, tracked: Mapping[str, Any]
+    process: RankProcess,
+    go: wire.Go,
+    rank: int,
+    device: torch.device,
+    tracked: Mapping[str, Any],
+    spare: Spare,
 ) -> tuple[int, RestoredFrom, HotSaver | RankSaver]:
-    """(step, source, what saves from here on) of the state that all ranks now hold. Collective.
+    """(step, source, what saves from here on) of the state that all ranks now hold. Collective. Uses `spare` up.
 
     Raises `UserError` for state that cannot be saved, else as `Restorer.restore`.
     """
     found = supported.check(tracked)
     if not rank_saving.needed_by_any(found, device):
-        step, source = Restorer(process, go, rank, device).restore(tracked)
+        step, source = Restorer(process, go, rank, device, spare).restore(tracked)
+        spare.release()
         return step, source, HotSaver(process, Capturer(tracked), go.generation, step)
     if rank == 0:
         _tell_no_hot_tier(process, go, rank_saving.explain(found))
     stand_ins = StandIns(tracked)
     durable = replace(go, candidates=[entry for entry in go.candidates if entry["tier"] == Tier.DURABLE])
-    step, source = Restorer(process, durable, rank, device).restore(stand_ins.tracked)
+    step, source = Restorer(process, durable, rank, device, spare).restore(stand_ins.tracked)
+    spare.release()
     if source is not RestoredFrom.FRESH:
         stand_ins.push()
     return step, source, RankSaver(process, tracked, go, rank, step)
@@ -102,7 +110,10 @@ def _tell_no_hot_tier(process: RankProcess, go: wire.Go, text: str) -> None:
 class Restorer:
     """Walks down the candidates of one generation on one rank."""
 
-    def __init__(self, process: RankProcess, go: wire.Go, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, process: RankProcess, go: wire.Go, rank: int, device: torch.device, spare: Spare | None = None
+    ) -> None:
+        self._spare = spare
         self._process = process
         self._go = go
         self._rank = rank
@@ -131,11 +142,11 @@ class Restorer:
 
     def _candidate(self, entry: dict[str, Any], tracked: Mapping[str, Any]) -> Candidate:
         if entry["tier"] == Tier.HOT:
-            return HotCandidate(
-                self._process.slots, int(entry["slot"]), int(entry["step"]), str(entry["layout_hash"]), tracked
-            )
+            slot, step, layout_hash = int(entry["slot"]), int(entry["step"]), str(entry["layout_hash"])
+            return HotCandidate(self._process.slots, slot, step, layout_hash, tracked, self._spare)
         directory = Path(self._process.settings.run_dir) / "checkpoints" / str(entry["directory"])
-        return DurableCandidate(directory, self._process.settings.run, self._rank, self._go.world_size, tracked)
+        run, world_size = self._process.settings.run, self._go.world_size
+        return DurableCandidate(directory, run, self._rank, world_size, tracked, self._spare)
 
     def _check(self, candidate: Candidate) -> CheckpointCorrupt | None:
         """What is wrong with this rank's part, None if nothing is."""

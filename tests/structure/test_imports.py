@@ -57,6 +57,7 @@ TORCH_MODULES = {
         "rng",
         "save",
         "safetensors_file",
+        "spare",
         "stand_ins",
         "storage",
         "tracked",

@@ -11,16 +11,22 @@ import threading
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from nvrx_sre.bench import checkpoint, checkpoint_reference, subprocesses
+from nvrx_sre.bench import checkpoint_memory as memory
 from nvrx_sre.bench import checkpoint_reading as reading
 from nvrx_sre.bench.checkpoint import BenchConfig
-from nvrx_sre.bench.checkpoint_reading import Base, MemorySample, Save, Stamp
+from nvrx_sre.bench.checkpoint_memory import MemorySample
+from nvrx_sre.bench.checkpoint_reading import Base, Save, Stamp
+from nvrx_sre.bench.rows import Row
+from nvrx_sre.cli.bench import command
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Event, Record, RestoredFrom, Role, Tier
 
 S = 1_000_000_000
+ROW = Row(bench="checkpoint", contestant="c", case="", ranks=2, n=1, median=1.0, p95=1.0, max=1.0, unit="s")
 BASE = Base(step_s=1.0, optimizer_s=0.1, num_steps=9)
 
 
@@ -153,18 +159,46 @@ def test_restores_are_told_apart_by_process_and_tier() -> None:
         reading.restores(ranks, sources[:-1])
 
 
-def test_memory_is_slots_and_what_grew_since_before_the_first_save() -> None:
-    """The launcher's own memory is not counted, nor what ranks and writer had before."""
+def test_memory_is_slots_and_what_a_run_without_saves_does_not_hold() -> None:
+    """Each process at its own peak; other processes are not counted, and less than nothing is nothing."""
 
-    def sample(second: float, rank: int, writer: int, slots: int) -> MemorySample:
-        return MemorySample(at_ns=at(second), anonymous_bytes={1: rank, 2: writer, 3: 10_000}, slot_bytes=slots)
+    def sample(rank: int, other_rank: int, writer: int, slots: int) -> MemorySample:
+        return MemorySample(anonymous_bytes={1: rank, 2: other_rank, 3: writer, 4: 10_000}, slot_bytes=slots)
 
-    pids = {Role.WORKER: {1}, Role.WRITER: {2}, Role.STANDBY: set()}
-    samples = [sample(0, 100, 50, 0), sample(1, 90, 50, 0), sample(3, 120, 80, 300), sample(4, 110, 60, 300)]
-    used = reading.memory_of(samples, pids, at(2))
-    assert (used.slot_bytes, used.rank_bytes, used.writer_bytes, used.total_bytes) == (300, 20, 30, 350)
-    with pytest.raises(InternalError, match="no sample"):
-        reading.memory_of(samples[2:], pids, at(2))
+    without = memory.peaks_of([sample(100, 80, 50, 0), sample(90, 95, 40, 0)], {1, 2}, {3})
+    assert without == memory.Peaks(slot_bytes=0, rank_bytes=195, writer_bytes=50)
+    saving = memory.peaks_of([sample(120, 100, 80, 300), sample(110, 90, 60, 300)], {1, 2}, {3})
+    used = memory.taken_by_saving(saving, without)
+    assert (used.slot_bytes, used.rank_bytes, used.writer_bytes, used.total_bytes) == (300, 25, 30, 355)
+    assert memory.taken_by_saving(without, saving).total_bytes == 0
+    for pids in ({1, 9}, set[int]()):
+        with pytest.raises(InternalError, match="no sample"):
+            memory.peaks_of([sample(1, 1, 1, 1)], pids, {3})
+
+
+def test_a_part_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rows of the others are written as they come, and the exit code says that one failed."""
+    written: list[list[str]] = []
+
+    def fail(_: object) -> list[Row]:
+        written.append([row["case"] for row in json.loads((tmp_path / "rows.json").read_text())])
+        raise InternalError("no save was begun")
+
+    parts = [
+        ("first", lambda: [dataclasses.replace(ROW, case="first")]),
+        ("second", lambda: fail(None)),
+        ("third", lambda: [dataclasses.replace(ROW, case="third")]),
+    ]
+    monkeypatch.setattr(checkpoint.Benchmark, "_calibrate", lambda self: 1.0)
+    monkeypatch.setattr(checkpoint.Benchmark, "_parts", lambda self, step_s: iter(parts))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(command, ["checkpoint", "--json", "rows.json"])
+    assert isinstance(done.exception, InternalError)
+    assert "failed in the benchmark: second: no save was begun" in str(done.exception)
+    assert written == [["first", "cores"]]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["case"] for row in rows] == ["first", "third", "cores"]
+    assert "third" in done.output
 
 
 def test_stamps_are_read_back_and_a_silent_rank_is_an_error(tmp_path: Path) -> None:
@@ -221,7 +255,7 @@ def test_the_sampler_sees_slots_and_memory_of_descendants(tmp_path: Path) -> Non
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.read(5) == b"ready"
     seen = threading.Event()
-    with checkpoint_reference.MemorySampler(on_sample=seen.set) as sampler:
+    with memory.MemorySampler(on_sample=seen.set) as sampler:
         assert seen.wait(60)
     child.communicate(b"")
     sample = sampler.samples[0]
