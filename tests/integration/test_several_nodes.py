@@ -27,7 +27,7 @@ from nvrx_sre.events.schema import (
     StepsCommitted,
 )
 from tests.integration.hosts import UNANSWERED, Hosts, hosts
-from tests.integration.launched import Ended, finish, read, start, train, wait_for
+from tests.integration.launched import Ended, finish, start, train, wait_for
 
 DIGESTS = ("loss_digest", "samples_digest", "state_digest")
 PORT = 29_555
