@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from nvrx_sre.cli.narrate import narrate
+from nvrx_sre.events.schema import LeaderLost, Record
 from nvrx_sre.telemetry import context
 from nvrx_sre.telemetry.logs import EventLog, configure, event_line, level_of
 from nvrx_sre.telemetry.redact import Redactor
@@ -85,3 +87,12 @@ def test_a_recovery_reads_as_sentences() -> None:
     assert "decision: restart at layer in_process: because" in text
     assert "incident 1 recovered: exception on rank 1 at step 11, layer in_process, 1 attempt, outage 2.200 s" in text
     assert "run ended at step 11 with exit 0: end" in text
+
+
+def test_how_long_a_lost_launcher_was_silent_is_said() -> None:
+    """To whoever reads the log or the events: whether the run was down for seconds or for a night."""
+    lost = LeaderLost(lost_epoch=3, last_seen_ns=10**18)
+    record = Record(run="r", epoch=4, generation=2, rank=None, seq=1, time_ns=10**18 + 42_500_000_000, event=lost)
+    told = narrate(record)
+    assert event_line(record) == "launcher of epoch 3 was lost; its last record is 42.5 s old"
+    assert told is not None and told.text.endswith("its last record is 42.5 s old")
