@@ -32,6 +32,7 @@ from nvrx_sre.events.schema import Role
 from nvrx_sre.session.environment import enter, take_channel
 
 PRELOADED = (
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -43,7 +44,7 @@ PRELOADED = (
     "nvrx_sre.session.saving",
     "nvrx_sre.session.warm",
 )
-"""What children need before they are ready, and what is slow to import."""
+"""What children need before they are ready, and what is slow to import. An optimizer's first step imports Dynamo."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a preemption may send to every process of the job: the launcher decides."""
 PID_BYTES = 8

@@ -1,9 +1,9 @@
 """Pay the first-time costs of FSDP2 before they are in anybody's way.
 
-The first import of `fully_shard` costs about 0.6 s and the first step of a sharded model as much again; a
-standby that has done both is ready 2 ms after its assignment. The model is a toy on a one-rank group with a
-store of its own. Afterwards the heap is frozen: a collection over 244,000 objects would cost 130 ms in a
-recovery. On the CPU also where there is CUDA: which device a standby will need is not known yet.
+What is slow to import the fork server has; the first step of a sharded model costs 25 ms more, and a standby that has
+done it is ready 2 ms after its assignment. The model is a toy on a one-rank group with a store of its own. Afterwards
+the heap is frozen: a collection over 244,000 objects would cost 130 ms in a recovery. On the CPU also where there is
+CUDA: which device a standby will need is not known yet.
 """
 
 from __future__ import annotations
