@@ -55,6 +55,9 @@ __all__ = ["Machine", "MachineConfig", "MachineStart"]
 
 _GATHERED = frozenset({ChildState.STARTING, ChildState.PARKED, ChildState.ASSIGNED, ChildState.READY})
 """States of a child that is on its way into the pending generation."""
+_OF_WRITERS = (wire.WriterProgress, wire.Retired, wire.Injected)
+_AFTER_ENTRY = (wire.Acked, wire.Injected)
+"""What counts of the open generation in whatever state the rank is. (Named here: a union would be built each time.)"""
 
 
 class Machine:
@@ -251,12 +254,12 @@ class Machine:
         if isinstance(message, wire.Parked):
             return child.state is ChildState.STARTING
         if child.role is Role.WRITER:
-            return isinstance(message, wire.WriterProgress | wire.Retired | wire.Injected)
+            return isinstance(message, _OF_WRITERS)
         if self._job.stage is Stage.STOPPING:
             return False
         if isinstance(message, wire.Ready):
             return message.generation == self._job.pending
-        if isinstance(message, wire.Acked | wire.Injected):
+        if isinstance(message, _AFTER_ENTRY):
             return message.generation == self._job.generation
         if self._job.stage is not Stage.OPEN or child.state is not ChildState.RUNNING:
             return False

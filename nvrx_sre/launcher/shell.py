@@ -47,11 +47,13 @@ DEGRADED_INTERVAL_S = 60.0
 """Shortest time between two records of telemetry's own losses (failure case C52: at most one a minute)."""
 
 
+_FAULTS = (c.Exited, c.NodeLost, wire.Fault, wire.NodeKill)
+"""Inputs, and messages of a child, that end a generation."""
+
+
 def is_fault(item: c.Input) -> bool:
     """The input ends a generation: what is told of it afterwards no longer counts."""
-    return isinstance(item, c.Exited | c.NodeLost) or (
-        isinstance(item, c.FromChild) and isinstance(item.message, wire.Fault | wire.NodeKill)
-    )
+    return isinstance(item.message if isinstance(item, c.FromChild) else item, _FAULTS)
 
 
 def faults_last(inputs: Iterable[c.Input]) -> list[c.Input]:
@@ -301,6 +303,7 @@ class Shell:
             for child in self._machine.seated()
             if child.rank is not None and self._watch.is_watched(child.number) and child.heard_ns
         }
+        self.effects.tell_lateness(self._watch.intake.lateness.of)
         self.tell_ranks(readings, sum(file.size_bytes for file in self.effects.node.slots.files().values()))
 
     def _housekeeping(self) -> None:
