@@ -122,7 +122,7 @@ def _times(q: Query) -> tuple[Panel, ...]:
         ),
         timeseries(
             "Last rollback", "Steps that the newest recovered incident threw back, 0 before the first.", "none", 12,
-            course(q.latest(catalog.ROLLBACK_LAST), "{{run}}"), minimum=0,
+            course(q.latest(catalog.ROLLBACK_LAST), "{{run}}"), minimum=0, decimals=WHOLE,
         ),
     )  # fmt: skip
 

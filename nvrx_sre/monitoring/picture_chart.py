@@ -22,6 +22,8 @@ CHARACTER = 7.9
 """Pixels of a character of the legend."""
 GRID_COLOR, TEXT_COLOR = "#25282e", "#9d9fa8"
 STRIP_LABEL = 110
+CLOCK_HALF_WIDTH = 26
+"""Pixels on either side of a time of day's middle."""
 
 Point = tuple[float, float]
 
@@ -171,6 +173,8 @@ def _time_axis(frame: _Frame) -> str:
     form = "%H:%M" if view.end_s - view.start_s >= 600 else "%H:%M:%S"
     parts = []
     for at in clock_lines(view.start_s, view.end_s, frame.right - frame.left):
+        if frame.x(at) > frame.right + RIGHT - CLOCK_HALF_WIDTH:
+            continue  # it would be cut
         parts.append(_text(frame.x(at), frame.bottom + 15, datetime.fromtimestamp(at, UTC).strftime(form), "middle"))
     return "".join(parts)
 

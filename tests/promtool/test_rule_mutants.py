@@ -37,7 +37,6 @@ EQUIVALENT = {
         ),
         NOTHING_BETWEEN,
     ),
-    "NvrxCrashLooping: >= negated at 1069": "it fires once more after its end, or not; no story looks that closely",
     "NvrxCrashLooping: max becomes min at 0": "the value is another, the moment is the same",
     "NvrxLauncherStuck: factor 12 becomes 24": "the window in which the loop must not move is longer than either",
     "NvrxRetryBudgetLow: threshold 0.6 becomes 0.42": "of three attempts no share lies between 0.42 and 0.6",
