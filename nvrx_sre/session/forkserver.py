@@ -36,15 +36,18 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.distributed.tensor.debug",
     "nvrx_sre.checkpoint.save",
     "nvrx_sre.checkpoint.writer",
     "nvrx_sre.restart.wrapper",
     "nvrx_sre.session.bootstrap",
+    "nvrx_sre.session.loading",
     "nvrx_sre.session.restoring",
     "nvrx_sre.session.saving",
     "nvrx_sre.session.warm",
 )
-"""What children need before they are ready, and what is slow to import. An optimizer's first step imports Dynamo."""
+"""What children need before they are ready, and what is slow to import or is first needed inside a recovery: `debug`
+clears sharding caches, `loading` follows tracked loaders, an optimizer's first step imports Dynamo."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a preemption may send to every process of the job: the launcher decides."""
 PID_BYTES = 8

@@ -80,9 +80,9 @@ def sample_ids(positions: Indices, num_samples: int, seed: int) -> Indices:
     """Sample at each of the positions `[b] int64`; every `num_samples` positions are one epoch, a permutation."""
     epochs, offsets = np.divmod(positions, num_samples)
     ids = np.empty_like(positions)
-    for epoch in np.unique(epochs):
+    for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma in the first step of a process
         chosen = epochs == epoch
-        ids[chosen] = permute(offsets[chosen], num_samples, seed, int(epoch))
+        ids[chosen] = permute(offsets[chosen], num_samples, seed, epoch)
     return ids
 
 
