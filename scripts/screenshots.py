@@ -43,6 +43,8 @@ SCRAPE_S = 1.0
 LIMIT_S = 240.0
 """For a scene's situation to arise, on a machine that is busy with the others."""
 POLL_S = 0.5
+RENDEZVOUS_SETTLE_S = 45.0
+"""Longer than half the deadline, from which on it counts as stuck; shorter than the deadline."""
 TOOL_TIMEOUT_S = 60.0
 """For one picture, or the backfill of one run."""
 STALLED_CUT_STEP = 40
@@ -73,9 +75,11 @@ def _nth(records: Journal, kind: type, number: int) -> Record | None:
 
 
 def _waiting_in_rendezvous(records: Journal) -> Record | None:
-    """The first fault of a run whose second formation has not come."""
-    fault = _nth(records, FaultDetected, 1)
-    return fault if fault is not None and _nth(records, GenerationFormed, 2) is None else None
+    """The first fault of a run whose second formation does not come while the picture is taken."""
+    fault, formed = _nth(records, FaultDetected, 1), _nth(records, GenerationFormed, 2)
+    if fault is None or formed is None:
+        return fault
+    return fault if formed.time_ns - fault.time_ns > to_ns(RENDEZVOUS_SETTLE_S) else None
 
 
 def _flapping(records: Journal) -> Record | None:
@@ -111,7 +115,7 @@ SCENES = (
         name="rendezvous",
         options=("--standbys", "0", *_faults("exception@0:60", "hang@1:60/rendezvous")),
         begins=_waiting_in_rendezvous,
-        settle_s=45.0,
+        settle_s=RENDEZVOUS_SETTLE_S,
     ),
 )
 
@@ -212,6 +216,8 @@ def _chromium(page: Path, target: Path, height: int) -> None:
     profile = page.parent / "profile"
     arguments = [
         "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
+        # else a busy machine's picture may lack what was not painted yet
+        "--run-all-compositor-stages-before-draw", "--virtual-time-budget=2000",
         f"--window-size={picture.PAGE_WIDTH},{height}", f"--screenshot={target}", page.as_uri(),
     ]  # fmt: skip
     subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=TOOL_TIMEOUT_S)
