@@ -5,7 +5,6 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 RUN_DIR ?= runs/demo
-FAULTS ?= 30
 SEEDS ?= 2000
 PYTEST_ARGS ?=
 
@@ -57,7 +56,7 @@ screenshots: setup ## docs/screenshots/ from live runs, in a headless Chromium, 
 
 bench: setup ## recovery, checkpoint and telemetry benchmarks, rows in runs/bench-*.json
 	@mkdir -p runs
-	@$(BIN)/nvrx-sre bench recovery --faults $(FAULTS) --json runs/bench-recovery.json
+	@$(BIN)/nvrx-sre bench recovery --json runs/bench-recovery.json
 	@$(BIN)/nvrx-sre bench checkpoint --json runs/bench-checkpoint.json
 	@$(BIN)/nvrx-sre bench telemetry --json runs/bench-telemetry.json
 

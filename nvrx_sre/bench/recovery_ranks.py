@@ -8,6 +8,7 @@ each) and not with the ranks. Blocking: minutes at 16,384 ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from pathlib import Path
@@ -35,10 +36,10 @@ def measured_rows(contestant: str, scratch: Path, config: BenchConfig) -> list[R
         note = f"step {measured.step_s * 1000:.1f} ms, {ranks} ranks on {len(os.sched_getaffinity(0))} cores"
         rows.append(_row(contestant, RANKS, ranks, overheads_s, "s", note))
     law = scaling.growth(points)
-    return [
-        *rows,
-        _row(contestant, f"{RANKS} growth", 0, [law], "exponent", "of the overhead, larger half of the sizes"),
-    ]
+    if math.isnan(law):  # one size, or an overhead below the noise of its own step
+        return rows
+    note = "of the overhead, larger half of the sizes"
+    return [*rows, _row(contestant, f"{RANKS} growth", 0, [law], "exponent", note)]
 
 
 def simulated_rows(contestant: str, max_ranks: int) -> list[Row]:

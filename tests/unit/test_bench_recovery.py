@@ -20,6 +20,7 @@ from nvrx_sre.bench.recovery_census import holdings
 from nvrx_sre.bench.recovery_peers import FT_LAUNCHER, IN_PROCESS, PEERS, SHORTEST, TORCHRUN, Peer, PeerRun
 from nvrx_sre.bench.recovery_reading import Measured, Pace, Recovery, Stamp
 from nvrx_sre.bench.rows import Row
+from nvrx_sre.cli.main import main
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, StepKind, StepsCommitted
@@ -251,6 +252,34 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert kept == [2, 4, 5, 7]
     assert _row(bench.rows, SHORTEST.name, "exception").note == "failed: it never came back"
     assert bench.failed == [f"exception, 2 ranks, {SHORTEST.name}: it never came back"]
+
+
+def test_a_failed_part_is_told_by_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured is on the screen and in the file all the same."""
+
+    def calibrate(*_: object) -> Pace:
+        raise InternalError("no step was taken")
+
+    _bench(monkeypatch, BenchConfig())
+    monkeypatch.setattr(recovery_ours, "calibrate", calibrate)
+    path = tmp_path / "rows.json"
+    arguments = ["bench", "recovery", "--case", "exception", "--ranks", "2", "--peer-faults", "1", "--json", str(path)]
+    assert main(arguments) == 70
+    kept = {(row["contestant"], row["case"]): row["n"] for row in json.loads(path.read_text())}
+    assert kept["nvrx-sre", "exception"] == 0 and kept[TORCHRUN.name, "exception"] == 1
+    shown = capsys.readouterr()
+    assert "1 parts of the benchmark failed: exception, 2 ranks, nvrx-sre: no step was taken" in shown.err
+    assert TORCHRUN.name in shown.out
+
+
+def test_one_size_has_no_law(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No exponent that is not a number reaches a file of rows."""
+    monkeypatch.setattr(recovery_ranks, "calibrate", lambda *_: Pace(step_s=0.1, standby_s=3.0))
+    monkeypatch.setattr(recovery_ranks, "run_case", lambda *_: _measured())
+    rows = recovery_ranks.measured_rows("nvrx-sre", tmp_path, BenchConfig(sizes=(2,)))
+    assert [row.ranks for row in rows] == [2]
 
 
 def test_a_peer_that_is_not_installed_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
