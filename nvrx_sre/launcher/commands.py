@@ -328,6 +328,14 @@ class TellWriter(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoteLateness(Command):
+    """How late the node's `ranks` come to the first collective of a step (seconds), for its metrics."""
+
+    ranks: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class HoldSlots(Command):
     """The writer reads slot `slots[i]` of rank `first_rank + i` from now on."""
 

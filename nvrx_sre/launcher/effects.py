@@ -90,6 +90,11 @@ class Effects:
             c.Stop: self._stop,
         }
 
+    def lead(self, link: LeaderLink) -> None:
+        """There are other nodes, at the end of `link`."""
+        self.link = link
+        self._store.load()
+
     def apply(self, command: c.Command) -> None:
         """Carry out one command."""
         self._table[type(command)](command)
@@ -109,6 +114,17 @@ class Effects:
         """A child is dead, wherever it was."""
         self._node_of.pop(number, None)
         self._rank_of.pop(number, None)
+
+    def tell_lateness(self, lateness_s: Callable[[int], float]) -> None:
+        """Let the other nodes know how late their ranks come: each exports its own."""
+        if self.link is None:
+            return
+        ranks_of: dict[int, list[int]] = {}
+        for child, rank in self._rank_of.items():
+            ranks_of.setdefault(self._node_of.get(child, OWN_NODE), []).append(rank)
+        for node, ranks in ranks_of.items():
+            if node != OWN_NODE:
+                self._to_node(node, c.NoteLateness(ranks=tuple(ranks), seconds=tuple(map(lateness_s, ranks))))
 
     # --- nodes ----------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ What is durable stays. Main thread only. Must not: decide anything about the run
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -22,8 +23,10 @@ from typing import Any
 
 from nvrx_sre import __version__
 from nvrx_sre.core import processes
+from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
-from nvrx_sre.core.errors import ExitCode, UserError
+from nvrx_sre.core.errors import ExitCode, StorageError, UserError
+from nvrx_sre.core.ids import device_id
 from nvrx_sre.core.rng import seeded
 from nvrx_sre.events import channel as wire
 from nvrx_sre.launcher import commands as c
@@ -31,14 +34,17 @@ from nvrx_sre.launcher import link_codec
 from nvrx_sre.launcher.child_watch import ChildWatch
 from nvrx_sre.launcher.config import NodesConfig, RunConfig
 from nvrx_sre.launcher.handshake import Claims
-from nvrx_sre.launcher.host import node_name
+from nvrx_sre.launcher.host import HostSampler, node_name, pod_name
 from nvrx_sre.launcher.leader_link import BEAT_S
 from nvrx_sre.launcher.leader_search import Found, LeaderSearch, NotFound, Signalled, Where
 from nvrx_sre.launcher.link import LinkLost
 from nvrx_sre.launcher.network import interface_of
-from nvrx_sre.launcher.node import Node, chosen_interface
+from nvrx_sre.launcher.node import Node, chosen_interface, parent_environment
+from nvrx_sre.launcher.node_readings import NodeReadings
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.signals import SignalPipe
+from nvrx_sre.telemetry.follower import FollowerTelemetry
+from nvrx_sre.telemetry.node_board import rank_metrics_in_force
 
 TURN_S = 0.5
 """Longest sleep of the loop."""
@@ -69,6 +75,9 @@ def follow(config: RunConfig, nodes: NodesConfig, say: Callable[[str], None]) ->
     clock = SystemClock()
     limits = config.limits.nodes
     directory = RunDirectory(config.run_dir, nodes.node_rank)
+    mode = rank_metrics_in_force(config.rank_metrics, config.nproc)
+    at = (config.metrics_host, config.metrics_port)
+    telemetry = FollowerTelemetry(config.run, config.limits, clock, at, config.metrics_security, mode)
     where = Where(host=nodes.leader_host, port=nodes.leader_port, token_file=nodes.token_file)
     signals = SignalPipe()
     try:
@@ -77,9 +86,11 @@ def follow(config: RunConfig, nodes: NodesConfig, say: Callable[[str], None]) ->
         while True:
             found = search.find(lambda: _claims(config, nodes, clock), until_ns)
             _check_directory(directory, found)
+            directory.end_leftovers()
+            _write_where(directory, config, telemetry)
             say(f"joined leader {where} as node {nodes.node_rank} of {nodes.num_nodes}")
             with _Membership(config, directory, clock, signals, found) as membership:
-                parted = membership.serve()
+                parted = membership.serve(telemetry)
             if parted.stop is not None:
                 return FollowerReport(exit_code=parted.stop.exit_code, reason=parted.stop.reason)
             if membership.signal is not None:
@@ -94,6 +105,7 @@ def follow(config: RunConfig, nodes: NodesConfig, say: Callable[[str], None]) ->
         return FollowerReport(exit_code=code, reason="interrupted" if by_person else "preempted, without a leader")
     finally:
         signals.close()
+        telemetry.close()
 
 
 def _claims(config: RunConfig, nodes: NodesConfig, clock: Clock) -> Claims:
@@ -120,6 +132,14 @@ def _check_directory(directory: RunDirectory, found: Found) -> None:
     )
 
 
+def _write_where(directory: RunDirectory, config: RunConfig, telemetry: FollowerTelemetry) -> None:
+    """Say where this node's metrics are; a disk that refuses it costs the run nothing."""
+    has_password = config.metrics_security.users is not None
+    where = {"url": telemetry.metrics_url, "pid": os.getpid(), "run": config.run, "password": has_password}
+    with contextlib.suppress(StorageError):
+        write_json_atomically(directory.metrics, where, durable=False)
+
+
 class _Membership:
     """One membership of the run, from handshake to the end of the link; a context manager that ends what it began."""
 
@@ -129,6 +149,7 @@ class _Membership:
         self.signal: int | None = None
         """Termination signal that came, if any."""
         self._limits = config.limits
+        self._directory = directory
         self._clock = clock
         self._signals = signals
         self._link = found.link
@@ -141,6 +162,8 @@ class _Membership:
         self._node.leader_address = self._link.peer_address
         self._node.interface = chosen_interface(interface_of(self._link.local_address))
         self._node.traceparent = lambda: found.answer.traceparent
+        self._readings = NodeReadings(self._node.rank_of)
+        self._next_look_ns = 0
         self._watch = ChildWatch(self._selector, self._node, clock, self._pass_on)
         self._selector.register(self._signals, selectors.EVENT_READ, ("signals", None))
         self._selector.register(self._link, selectors.EVENT_READ, ("link", None))
@@ -153,10 +176,13 @@ class _Membership:
         self._node.close()
         self._link.close()
 
-    def serve(self) -> _Parted:
+    def serve(self, telemetry: FollowerTelemetry) -> _Parted:
         """Block until the run ends or the link does."""
-        while self._stop is None and not self._ended:
-            self._turn()
+        with contextlib.closing(HostSampler(telemetry, self._directory.path, self._clock)) as sampler:
+            while self._stop is None and not self._ended:
+                self._turn()
+                telemetry.loop_turned()
+                self._tell_ranks(telemetry, sampler)
         return _Parted(stop=self._stop, reason=self._ended, heard_ns=self._heard_ns)
 
     def _turn(self) -> None:
@@ -173,6 +199,18 @@ class _Membership:
         self._flush()
         if self._watch.is_to_die:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _tell_ranks(self, telemetry: FollowerTelemetry, sampler: HostSampler) -> None:
+        """Twice a second: where this node's ranks run, and what was last heard of them."""
+        now_ns = self._clock.monotonic_ns()
+        if now_ns < self._next_look_ns:
+            return
+        self._next_look_ns = now_ns + to_ns(TURN_S)
+        node = node_name()
+        devices = {rank: device_id(node, index) for rank, index in self._node.places().items()}
+        telemetry.board.set_places(node, devices, pod_name(parent_environment()))
+        slots = self._node.slots.files().values()
+        sampler.tell_ranks(self._readings.of_ranks(self._node.pids()), sum(file.size_bytes for file in slots))
 
     def _handle_ready(self, what: str, child: Any) -> None:
         if what == "link":
@@ -197,6 +235,8 @@ class _Membership:
                 return
             if isinstance(item, link_codec.Beat):
                 self._send(link_codec.Beat(sent_ns=self._clock.monotonic_ns(), echo_ns=item.sent_ns))
+            elif isinstance(item, c.NoteLateness):
+                self._readings.note_lateness(item.ranks, item.seconds)
             elif isinstance(item, c.Stop):
                 self._stop = item
                 return
@@ -206,9 +246,12 @@ class _Membership:
 
     def _pass_on(self, item: c.Input) -> None:
         """A fact of this node; before a rank says that it is ready, what it could restore from."""
+        if isinstance(item, c.Exited):
+            self._readings.forget(item.child)
         if not isinstance(item, c.FromChild):
             self._send(item)
             return
+        self._readings.hear(item.child, item.message, self._clock.wall_ns())
         rank = self._node.rank_of(item.child)
         if isinstance(item.message, wire.Ready) and rank is not None:
             slots = self._node.slots.get(rank)

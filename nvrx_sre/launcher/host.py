@@ -11,12 +11,13 @@ import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from nvrx_sre.checkpoint.memory import memory_in_force
 from nvrx_sre.core.clock import Clock, SystemClock, seconds
+from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.catalog import Component
-from nvrx_sre.telemetry.hub import Telemetry
-from nvrx_sre.telemetry.node_board import HostReading, RankReading
+from nvrx_sre.telemetry.node_board import HostReading, NodeBoard, RankReading
 
 SAMPLE_S = 1.0
 SHM = Path("/dev/shm")
@@ -45,10 +46,23 @@ def node_name() -> str:
     return socket.gethostname()
 
 
+def pod_name(environment: Mapping[str, str]) -> str:
+    """Name of the pod: `POD_NAME` (downward API), else the host's name inside Kubernetes; '' elsewhere."""
+    inside = "KUBERNETES_SERVICE_HOST" in environment
+    return environment.get("POD_NAME") or (environment.get("HOSTNAME", "") if inside else "")
+
+
+class Sampled(Protocol):
+    """Telemetry that takes samples of the node."""
+
+    board: NodeBoard
+    boundary: Boundary
+
+
 class HostSampler:
     """Feeds the board of `telemetry` until it is closed."""
 
-    def __init__(self, telemetry: Telemetry, run_dir: Path, clock: Clock) -> None:
+    def __init__(self, telemetry: Sampled, run_dir: Path, clock: Clock) -> None:
         self._hot_slots_bytes = 0
         self._telemetry = telemetry
         self._run_dir = run_dir

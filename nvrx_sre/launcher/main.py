@@ -12,7 +12,7 @@ import contextlib
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -34,7 +34,7 @@ from nvrx_sre.events.schema import (
 )
 from nvrx_sre.launcher.braking import BrakeConsent, write_consent
 from nvrx_sre.launcher.config import NodesConfig, RunConfig
-from nvrx_sre.launcher.host import HostSampler, node_name
+from nvrx_sre.launcher.host import HostSampler, node_name, pod_name
 from nvrx_sre.launcher.leader_link import LinkConfig
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
 from nvrx_sre.launcher.machine_interval import PROBE_EVERY
@@ -272,12 +272,6 @@ def _write_summary(config: RunConfig, directory: RunDirectory, summary: dict[str
     except OSError as error:
         return f"; cannot write the summary to {config.summary}: {error.strerror}"
     return ""
-
-
-def pod_name(environment: Mapping[str, str]) -> str:
-    """Name of the pod: `POD_NAME` (downward API), else the host's name inside Kubernetes; '' elsewhere."""
-    inside = "KUBERNETES_SERVICE_HOST" in environment
-    return environment.get("POD_NAME") or (environment.get("HOSTNAME", "") if inside else "")
 
 
 def versions() -> dict[str, str]:

@@ -65,6 +65,7 @@ class Node:
         self._recorded: dict[int, int] = {}
         """What was written of the children last."""
         self._rank_of: dict[int, int] = {}
+        self._local_rank_of: dict[int, int] = {}
         self._orphans = Orphans()
         self.forks = ForkServer(
             ServerConfig(
@@ -135,9 +136,18 @@ class Node:
         """A child is dead and reaped."""
         child = self.children.pop(number, None)
         self._rank_of.pop(number, None)
+        self._local_rank_of.pop(number, None)
         if child is not None:
             self._orphans.left_by(child.pid)
         self._record_children()
+
+    def pids(self) -> dict[int, int]:
+        """Process of each child that was started and lives."""
+        return {child.number: child.pid for child in self.children.values() if child.pid}
+
+    def places(self) -> dict[int, int]:
+        """Index of the device on which each of the node's ranks runs."""
+        return {self._rank_of[number]: index for number, index in self._local_rank_of.items()}
 
     def retry(self) -> None:
         """Write again what the disk refused before; see to orphans. Called twice a second."""
@@ -225,6 +235,7 @@ class Node:
 
     def _assign(self, command: c.AssignRank) -> None:
         self._rank_of[command.child] = command.rank
+        self._local_rank_of[command.child] = command.local_rank
         child = self.children.get(command.child)
         if child is not None:
             self._directory.point_rank_log(command.rank, child.log)

@@ -52,11 +52,11 @@ class RunDirectory:
         self.logs = path / "logs"
         self.epochs = path / "epochs"
         self.spans = path / "spans.jsonl"
-        self.metrics = path / "metrics.json"
         self.summary = path / "summary.json"
         self.halt = path / "halt.json"
         self._identity = path / RUN_FILE
         of_node = f"-{node_rank:05d}" if node_rank else ""
+        self.metrics = path / f"metrics{of_node}.json"
         self.forkserver_log = self.logs / f"forkserver{of_node}.log"
         self._children = path / f"children{of_node}.json"
 

@@ -180,7 +180,7 @@ class Shell:
         """Let the other nodes in. Raises `UserError` if the port cannot be had."""
         link = LeaderLink(config, self._selector, self._clock, self._take_remote)
         link.traceparent = self._recorder.traceparent
-        self.effects.link = link
+        self.effects.lead(link)
 
     def run(self) -> c.Stop:
         """Block until the run ends; the terminal command. Ends every child, also on an unexpected error."""

@@ -8,7 +8,9 @@ were started.
 from __future__ import annotations
 
 import gc
+import importlib
 import socket
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -23,9 +25,18 @@ class StoreHost:
 
     def __init__(self) -> None:
         self._store: TCPStore | None = None
+        self._loading: threading.Thread | None = None
+
+    def load(self) -> None:
+        """Begin to load torch on a thread: a launcher that others hear beats of must not be silent for seconds."""
+        self._loading = threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True)
+        self._loading.start()
 
     def open(self, host: str) -> int:
         """Replace the store by an empty one on the address `host`; its port. Raises `OSError`."""
+        if self._loading is not None:
+            self._loading.join()
+            self._loading = None
         from torch.distributed import TCPStore
 
         if self._store is None:

@@ -113,6 +113,14 @@ class NodeBoard:
             with self._lock:
                 self._places = places
 
+    def set_places(self, node: str, devices: Mapping[int, str], pod: str) -> None:
+        """Where this node's ranks run, told by a launcher that sees no event: device's identity by rank."""
+        with self._lock:
+            self._places = {
+                rank: RankPlace(node=node, gpu_uuid=gpu_of(device) or UNKNOWN, pod=pod or UNKNOWN)
+                for rank, device in devices.items()
+            }
+
     def set_leftovers(self, count: int) -> None:
         """Processes of a killed predecessor that were ended at the start."""
         with self._lock:

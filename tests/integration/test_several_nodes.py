@@ -145,7 +145,7 @@ def test_two_hosts_give_the_numbers_of_one(oracle: Ended, tmp_path: Path) -> Non
 def quick(tmp_path: Path) -> list[str]:
     """Limits in which a node is lost within seconds."""
     path = tmp_path / "limits.toml"
-    path.write_text("[nodes]\nlease_s = 3\njoin_s = 120\ngrace_s = 3\nleader_lost_s = 6\n")
+    path.write_text("[nodes]\nlease_s = 6\njoin_s = 120\ngrace_s = 3\nleader_lost_s = 25\n")
     return ["--config", str(path), "--standbys", "0"]
 
 
@@ -157,12 +157,12 @@ LONG = ("--steps", "400", "--seq-len", "32", "--batch-size", "4")
 def test_a_cut_is_waited_for_and_healed(oracle: Ended, quick: list[str], tmp_path: Path) -> None:
     """The world needs both hosts: the cut one is lost, comes back by itself, and the numbers are the same."""
     with launchers(tmp_path / "run", "a", "b") as run:
-        run.start_all(*quick, "--fault", "slow@0:9=6")
+        run.start_all(*quick, "--fault", "slow@0:9=15")
         run.wait_for(SaveCommitted)
         run.net.cut("b")
         lost = run.wait_for(NodeLost).event
         assert isinstance(lost, NodeLost)
-        assert (lost.node, lost.ranks, lost.reason) == ("b", 1, "silent for 3 s")
+        assert (lost.node, lost.ranks, lost.reason) == ("b", 1, "silent for 6 s")
         run.net.heal("b")
         follower, ended = run.end("b"), run.end("a")
     assert_same_as(oracle, ended)
@@ -178,7 +178,7 @@ def test_a_cut_is_waited_for_and_healed(oracle: Ended, quick: list[str], tmp_pat
 def test_the_world_shrinks_around_a_host_that_is_gone(quick: list[str], tmp_path: Path) -> None:
     """One rank is enough: on without the other host, from the durable tier, to the end."""
     with launchers(tmp_path / "run", "a", "b") as run:
-        run.start_all(*quick, "--min-world-size", "1", "--fault", "slow@0:9=6")
+        run.start_all(*quick, "--min-world-size", "1", "--fault", "slow@0:9=15")
         run.wait_for(SaveCommitted)
         run.kill("b")
         ended = run.end("a")
@@ -194,7 +194,7 @@ def test_the_leaders_death_ends_its_followers_and_all_start_again(
 ) -> None:
     """SIGKILL of the leader: 75 on the other host once it was looked for in vain; a new start of both resumes."""
     with launchers(tmp_path / "run", "a", "b") as run:
-        run.start_all(*quick, "--fault", "slow@0:9=6")
+        run.start_all(*quick, "--fault", "slow@0:9=15")
         run.wait_for(SaveCommitted)
         run.kill("a")
         follower = run.end("b")
@@ -202,7 +202,7 @@ def test_the_leaders_death_ends_its_followers_and_all_start_again(
         assert "the ranks of this node have ended" in follower.output
         assert "no leader at a:29555 within" in follower.output
         assert "refused: nothing listens at 10.77.0.1" in follower.output
-        run.start_all(*quick, "--fault", "slow@0:9=6")
+        run.start_all(*quick, "--fault", "slow@0:9=15")
         follower, ended = run.end("b"), run.end("a")
     assert follower.exit_code == 0, follower.output
     assert_same_as(oracle, ended)
@@ -215,11 +215,11 @@ def test_a_follower_that_was_started_again_within_the_grace_takes_its_place(
 ) -> None:
     """Three hosts are too many for the oracle: two, and the launcher of one is killed and started again."""
     with launchers(tmp_path / "run", "a", "b") as run:
-        run.start_all(*quick, "--fault", "slow@0:9=6")
+        run.start_all(*quick, "--fault", "slow@0:9=15")
         run.wait_for(SaveCommitted)
         run.kill("b")
         run.wait_for(NodeLost)
-        run.start("b", *quick, "--fault", "slow@0:9=6")
+        run.start("b", *quick, "--fault", "slow@0:9=15")
         follower, ended = run.end("b"), run.end("a")
     assert follower.exit_code == 0, follower.output
     assert_same_as(oracle, ended)

@@ -11,9 +11,8 @@ import pytest
 
 from nvrx_sre.checkpoint.memory import memory_in_force
 from nvrx_sre.events.schema import GenerationFormed, LauncherStarted
-from nvrx_sre.launcher.host import resident_bytes, space_of
+from nvrx_sre.launcher.host import pod_name, resident_bytes, space_of
 from nvrx_sre.launcher.lateness import MAX_STEPS, Lateness
-from nvrx_sre.launcher.main import pod_name
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.labels import RankMetrics
 from nvrx_sre.telemetry.metric import Scope
