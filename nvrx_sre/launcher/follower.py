@@ -178,6 +178,7 @@ class _Membership:
 
     def serve(self, telemetry: FollowerTelemetry) -> _Parted:
         """Block until the run ends or the link does."""
+        self._take()  # what came right behind the handshake has been read from the socket already
         with contextlib.closing(HostSampler(telemetry, self._directory.path, self._clock)) as sampler:
             while self._stop is None and not self._ended:
                 self._turn()

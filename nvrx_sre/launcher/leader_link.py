@@ -215,14 +215,14 @@ class LeaderLink:
     def _shake(self, pending: _Pending) -> None:
         if pending not in self._pending:
             return
-        payloads, ended = pending.link.receive()
-        if not payloads:
+        payload, ended = pending.link.receive_one()
+        if payload is None:
             if ended:
                 self._drop(pending)
             return
         now_ns = self._clock.monotonic_ns()
         try:
-            nonce, claims = handshake.read_claim(self._config.token, pending.nonce, payloads[0])
+            nonce, claims = handshake.read_claim(self._config.token, pending.nonce, payload)
         except handshake.HandshakeError as error:
             self._answer(pending, b"", Answer(refused=str(error)))
             self._drop(pending)

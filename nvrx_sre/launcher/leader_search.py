@@ -169,9 +169,9 @@ class LeaderSearch:
         """The next frame of the handshake."""
         until_ns = self._clock.monotonic_ns() + to_ns(HANDSHAKE_S)
         while True:
-            payloads, ended = link.receive()
-            if payloads:
-                return payloads[0]
+            payload, ended = link.receive_one()
+            if payload is not None:
+                return payload
             if ended:
                 raise _Failed(f"{ended} before it had answered")
             left_s = seconds(until_ns - self._clock.monotonic_ns())

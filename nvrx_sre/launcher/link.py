@@ -109,15 +109,24 @@ class Link:
 
         A frame that is too long, or not from the peer, ends the connection as well; what came before it counts.
         """
-        ended = self._read()
         payloads: list[bytes] = []
         while True:
-            payload, wrong = self._next_frame()
-            if wrong:
-                return payloads, wrong
+            payload, ended = self.receive_one()
             if payload is None:
                 return payloads, ended
             payloads.append(payload)
+
+    def receive_one(self) -> tuple[bytes | None, str]:
+        """The next payload alone, None if there is none; and then why nothing more will come.
+
+        During the handshake: what arrived behind it is read once the link is sealed.
+        """
+        payload, wrong = self._next_frame()
+        if payload is not None or wrong:
+            return payload, wrong
+        ended = self._read()
+        payload, wrong = self._next_frame()
+        return payload, "" if payload is not None else wrong or ended
 
     def close(self) -> None:
         """Close the socket; what is still queued is dropped."""

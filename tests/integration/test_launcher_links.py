@@ -61,6 +61,19 @@ def hear(link: Link, kind: type[Any]) -> Any:
         assert not ended, ended
 
 
+def hear_one(link: Link) -> link_codec.Item:
+    """The next item that is no beat."""
+    while True:
+        payload, ended = link.receive_one()
+        if payload is not None:
+            item = link_codec.decode(payload)
+            if not isinstance(item, Beat):
+                return item
+        else:
+            assert not ended, ended
+            assert select.select([link], [], [], LIMIT_S)[0], "nothing came"
+
+
 def spawn(leader: LeaderLoop, child: int) -> None:
     """The leader asks node 1 for a child."""
     command = c.Spawn(child=child, role=Role.WORKER, rank=2, attempt=0, node=1)
@@ -91,6 +104,23 @@ def test_what_a_node_says_of_a_strangers_child_is_dropped(leader: LeaderLoop, me
     say(member, c.Spawned(child=6, pid=1, start_ticks=1), gone, gone, c.SignalReceived(signal=15, by_person=False))
     assert leader.expect(c.Exited).child == 5
     assert leader.expect(c.SignalReceived).signal == 15
+
+
+def test_what_comes_right_behind_the_handshake_is_not_lost(leader: LeaderLoop, tmp_path: Path) -> None:
+    """The leader's first commands may arrive in one piece with its answer: they carry tags, the answer has none."""
+    put, commands = leader.inputs.put, [c.PublishSealed(step=step) for step in range(50)]
+
+    def put_and_command(item: c.Input) -> None:
+        put(item)
+        for command in commands:
+            leader.link.apply(1, command)
+        leader.link.flush()
+
+    leader.order(lambda: setattr(leader.link, "_put", put_and_command))
+    with searching(tmp_path, "127.0.0.1", leader.port) as (find, _):
+        link = find(claims()).link
+    assert [hear_one(link) for _ in commands] == commands
+    link.close()
 
 
 def test_slots_of_a_rank_are_known_before_it_is_ready(leader: LeaderLoop, member: Link) -> None:
