@@ -146,6 +146,7 @@ RARE_STATES: tuple[str, ...] = (
     "a rank was replaced by a standby",
     "a rank was replaced by a fresh process",
     "every process was kept",
+    "a child was ended before it was started",
     "a process was replaced in a teardown",
     "restored from hot",
     "restored from durable",
