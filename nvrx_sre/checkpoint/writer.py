@@ -1,9 +1,9 @@
 """The node's writer process; its arguments are RUN_DIR RUN [options].
 
 A child of the launcher, outside every process group: it maps the ranks' slots by descriptors that come over
-its channel, takes `WriteSave`, and answers with `WriterProgress`: written, committed, verified, or failed. One
-save at a time; the launcher does not hand over a second. Dead ranks change nothing: the slots are the
-launcher's. A full or failing disk ends that save and not the process.
+its channel, takes `WriteSave`, and answers with `WriterProgress`: written, committed, verified, or failed. It deletes
+what is surplus when it is told to (`Retain`). One save at a time; the launcher does not hand over a second. Dead ranks
+change nothing: the slots are the launcher's. A full or failing disk ends that save and not the process.
 
 It blocks in `channel.receive` and ends at `Leave`, at the end of the channel, or with its parent (SIGKILL).
 SIGINT and SIGTERM are ignored: at a preemption the last save must still be written, and the launcher decides.
@@ -109,22 +109,21 @@ class Writer:
             log(f"slots of rank {message.rank} are not usable: {error}")
 
     def save(self, message: wire.WriteSave) -> None:
-        """One save, from slots to retention. Reports every stage; never raises for storage or data."""
+        """One save, from slots to the verified commit. Reports every stage; never raises for storage or data."""
         started_ns = self._clock.monotonic_ns()
         if self._watcher is not None:
             self._watcher.begin(message.step, message.passes)
         for rank in [rank for rank in self._slot_files if rank >= message.world_size]:
             self._slot_files.pop(rank).close()  # of a larger world that is gone: memory that nothing else frees
         try:
-            if self._commit(message, started_ns):
-                self._retention.request(message.keep, message.epoch)
+            self._commit(message, started_ns)
         except SaveRefused as error:
             self._failed(message, error.reason, str(error), started_ns)
         except StorageError as error:
             self._failed(message, failure_of(error), str(error), started_ns)
 
-    def _commit(self, message: wire.WriteSave, started_ns: int) -> bool:
-        """True if this writer committed and verified the save; False if it has put in its part of one."""
+    def _commit(self, message: wire.WriteSave, started_ns: int) -> None:
+        """Commit and verify the save, or put in this writer's part of one."""
         from nvrx_sre.checkpoint.save import Source
 
         share = Share(
@@ -147,10 +146,9 @@ class Writer:
             request, source, lambda size_bytes: self._report(message, "written", "", size_bytes, started_ns)
         )
         if saved.directory is None:
-            return False
+            return
         self._report(message, "committed", saved.directory.name, saved.size_bytes, started_ns)
         self._verify(message, saved.directory, saved.size_bytes)
-        return True
 
     def _saver_of_process(self) -> Saver:
         from nvrx_sre.checkpoint.save import Saver

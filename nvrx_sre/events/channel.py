@@ -368,7 +368,7 @@ class SlotsDropped(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WriteSave(Message):
-    """To the writer: write `step` from slot `slots[rank]` of each rank, commit, verify, retain.
+    """To the writer: write `step` from slot `slots[rank]` of each rank, commit, verify.
 
     Answers: `WriterProgress` per stage. `captured_ns` is wall time. `passes`: as in `Go`, for faults of storage.
 
@@ -382,7 +382,6 @@ class WriteSave(Message):
     world_size: int
     slots: list[int]
     captured_ns: int
-    keep: int
     passes: dict[str, int] = field(default_factory=dict)
     first_rank: int = 0
     part: int = 0
@@ -393,7 +392,7 @@ class WriteSave(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Retain(Message):
-    """To the writer: delete what is surplus beside the `keep` newest verified checkpoints, as after its own saves."""
+    """To the writer: delete what is surplus beside the `keep` newest verified checkpoints."""
 
     keep: int
     epoch: int

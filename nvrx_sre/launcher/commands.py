@@ -263,7 +263,7 @@ class ReleaseSlots(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class RetainSaves(Command):
-    """The ranks have saved: have the writer delete what is surplus now."""
+    """A save is verified, and no rank restores: have the writer delete what is surplus now."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,6 +170,8 @@ class Effects:
         except (OSError, errors.StorageError) as error:
             self._report_fault(command.children[0], FaultClass.STORAGE, error)
             return
+        # Before a rank may capture anything: a word above what is restored would free a slot before it can be held.
+        self._to_all_nodes(c.PublishSealed(step=candidates.best_step))
         for child in command.children:
             self._tell(
                 child,
@@ -218,7 +220,6 @@ class Effects:
                 world_size=command.world_size,
                 slots=list(slots),
                 captured_ns=self._clock.to_wall_ns(command.captured_mono_ns),
-                keep=self._config.keep,
                 passes=self.passes,
                 first_rank=first_rank,
                 part=part,
@@ -245,12 +246,12 @@ class Effects:
 
     def _fence(self, command: c.Fence) -> None:
         self._directory.check_leads(self._epoch)
+        self._to_all_nodes(c.PublishSealed(step=command.step))
         try:
             discover.add_fence(self._directory.path, command.generation, command.step)
         except errors.StorageError as error:
             # Without the fence an abandoned line could come back after a restart of the launcher.
             self._report_fault(next(iter(self._rank_of)), FaultClass.STORAGE, error)
-        self._to_all_nodes(c.PublishSealed(step=command.step))
 
     def _report_fault(self, child: int, fault: FaultClass, error: Exception) -> None:
         self._put(own_fault(child, self._generation, fault, error, self._clock))

@@ -92,6 +92,8 @@ class Commits:
         self._ranks: list[_Rank] = []
         self._num_at: dict[int, int] = {}
         """Ranks whose newest reported step it is."""
+        self.is_restored = False
+        """Every rank of the newest generation holds a state, and goes on from it."""
         self._record_at: int | None = None
         """First step above an incident's H: recorded alone, once it is settled."""
         self._aggregate: _Aggregate | None = None
@@ -107,6 +109,7 @@ class Commits:
         """A generation was opened: nothing of it is committed yet."""
         self._ranks = [_Rank() for _ in range(self._job.world_size)]
         self._num_at = {0: len(self._ranks)}
+        self.is_restored = False
         self._seals.open(self._job.generation, len(self._ranks))
         self._record_at = None
         self._aggregate = None
@@ -119,6 +122,7 @@ class Commits:
         A rank seals beside its report, which dies with it or comes after the fault; a launcher dies with what it had
         not recorded. What is restored was executed, so it is committed here unless it was before.
         """
+        self.is_restored = True
         if step > self.high_water:
             self._record_proven(step, mono_ns)
         self.step = step

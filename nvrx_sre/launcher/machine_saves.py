@@ -34,7 +34,7 @@ from nvrx_sre.events.schema import (
     SkipReason,
     Tier,
 )
-from nvrx_sre.launcher.commands import EndAttempt, ReleaseBoundary, ReleaseSlots, StartSave
+from nvrx_sre.launcher.commands import EndAttempt, ReleaseBoundary, ReleaseSlots, RetainSaves, StartSave
 from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_job import Job, Stage
 from nvrx_sre.launcher.machine_roster import Child, Roster
@@ -119,7 +119,17 @@ class Saves:
         if sealed is None or sealed.step <= max(self.committed_step, in_flight):
             return
         self._flush = sealed
+        self._end_abandoned(now_ns)
         self.poll(now_ns)
+
+    def _end_abandoned(self, now_ns: int) -> None:
+        """Something waits for a writer that works for nobody: another one is there sooner than this one is done."""
+        save = self._held
+        if save is None or not save.is_abandoned or save.deadline_ns is None:
+            return
+        self._report_failure(save, SaveFailure.ABANDONED_LINE, "the run went back before this step")
+        for child in self._roster.spares(Role.WRITER):
+            self._roster.kill(child, "its save is of an abandoned line, and another one waits", now_ns)
 
     def poll(self, now_ns: int) -> None:
         """Hand over what waits, if a writer is parked."""
@@ -312,6 +322,9 @@ class Saves:
                 captured_ns=self._job.wall_ns(save.sealed.captured_mono_ns),
             ),
         )
+        # Not while ranks restore: what they go back to is surplus until the fence says that the newer line is none.
+        if self._commits.is_restored and self._job.stage is not Stage.FORMING:
+            self._job.command(RetainSaves())
 
     def _fail(self, save: _Save, reason: SaveFailure, text: str) -> None:
         self._held = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nvrx_sre.checkpoint import agree, discover
-from nvrx_sre.checkpoint.slots import SlotHeader
+from nvrx_sre.checkpoint.slots import NONE, SlotHeader
 from nvrx_sre.core.errors import StorageError
 from nvrx_sre.events.schema import CheckpointRejected, Event, RejectReason, SaveFailed, SaveFailure, Tier
 from nvrx_sre.launcher.started_saves import StartedSaves
@@ -23,6 +23,11 @@ class Candidates:
 
     entries: list[dict[str, Any]]
     require_restore: bool
+
+    @property
+    def best_step(self) -> int:
+        """Step of the best one, `slots.NONE` without any."""
+        return int(self.entries[0]["step"]) if self.entries else NONE
 
     def for_rank(self, rank: int) -> list[dict[str, Any]]:
         """Candidates as `rank` sees them, best first."""

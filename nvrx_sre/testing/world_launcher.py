@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nvrx_sre.checkpoint.slots import NONE
 from nvrx_sre.core.clock import seconds, to_ns
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import channel as wire
@@ -91,7 +92,7 @@ class SimLauncher:
             c.PublishSealed: self._on_publish,
             c.StrandSlots: self._on_strand,
             c.StartSave: self._on_start_save,
-            c.RetainSaves: lambda command: None,
+            c.RetainSaves: lambda command: self._on_retain(),
             c.ReleaseSlots: self._on_release,
             c.Fence: self._on_fence,
             c.MoveRejected: self._on_rejected,
@@ -424,6 +425,8 @@ class SimLauncher:
             ),
             requires_restore=self.world.disk.num_commits_ever > 0,
         )
+        best_step = int(offer.candidates[0][0]["step"]) if offer.candidates else NONE
+        self._on_publish(c.PublishSealed(step=best_step))
         entries = [entry for entry, _ in offer.candidates if entry["tier"] == schema.Tier.DURABLE]
         self.world.check_offer([item for item in self.world.disk.commits if item.candidate() in entries])
         for number in command.children:
@@ -489,6 +492,11 @@ class SimLauncher:
             if isinstance(child, SimWriter) and child.is_alive:
                 child.write(command.step, command.generation, command.slots)
 
+    def _on_retain(self) -> None:
+        for child in list(self.children.values()):
+            if isinstance(child, SimWriter) and child.is_alive:
+                child.retain()
+
     def _on_release(self, command: c.ReleaseSlots) -> None:
         for slots in self.slots:
             slots.held_slot = -1
@@ -496,8 +504,8 @@ class SimLauncher:
     def _on_fence(self, command: c.Fence) -> None:
         if not self.leads():
             return
-        self.world.add_fence(command.generation, command.step)
         self._on_publish(c.PublishSealed(step=command.step))
+        self.world.add_fence(command.generation, command.step)
 
     def _on_rejected(self, command: c.MoveRejected) -> None:
         disk = self.world.disk

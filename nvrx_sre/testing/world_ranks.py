@@ -169,6 +169,9 @@ class SimWriter(SimChild):
     def _verify(self, commit: Commit) -> None:
         commit.verified = True
         self._report(commit.step, "verified")
+
+    def retain(self) -> None:
+        """Told to delete what is surplus: soon."""
         self.later(0.01, 0.2, self._retain)
 
     def _retain(self) -> None:

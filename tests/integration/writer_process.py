@@ -69,7 +69,7 @@ class WriterProcess:
 
     def request(self, step: int, slots: list[int], **changes: Any) -> None:
         """Send `WriteSave` and return at once."""
-        values = {"epoch": 1, "generation": 1, "world_size": len(slots), "captured_ns": step, "keep": 2, **changes}
+        values = {"epoch": 1, "generation": 1, "world_size": len(slots), "captured_ns": step, **changes}
         assert self.channel.send(wire.WriteSave(step=step, slots=slots, **values))
 
     def save(self, step: int, slots: list[int], **changes: Any) -> list[wire.WriterProgress]:
@@ -88,6 +88,8 @@ class WriterProcess:
                 said.append(message)
             else:
                 self.asides.append(message)
+        if said[-1].stage == "verified":
+            assert self.channel.send(wire.Retain(keep=2, epoch=1))  # as the launcher does
         return said
 
     def wait_for(self, kind: type[M]) -> M:

@@ -160,6 +160,15 @@ def test_stale_sealed_step_frees_nothing_below_the_step_taken(slots: SlotFile) -
     assert slots.free_slot(99, generation=2, restored_step=98) == 1
 
 
+@pytest.mark.parametrize("word, free", [(30, 0), (10, None)])
+def test_c16_a_due_save_outlives_a_fast_rank_after_a_rollback(slots: SlotFile, word: int, free: int | None) -> None:
+    """Back at 10, two steps ahead of the launcher: with the word of before, 30, the due save of 11 would be lost."""
+    slots.sealed_step = word
+    for slot, step in enumerate((11, 12, 13)):
+        seal(slots, slot, step, generation=2)
+    assert slots.free_slot(14, generation=2, restored_step=10) == free
+
+
 def test_map_refuses_other_sizes(slots: SlotFile) -> None:
     """A descriptor that is not what was announced is refused before anything is read."""
     with pytest.raises(UserError, match="announced"):

@@ -199,3 +199,55 @@ def test_what_is_remembered_of_saves_does_not_grow_with_the_run() -> None:
     asked = (1, MAX_KNOWN, MAX_KNOWN + 1, 2 * MAX_KNOWN)
     assert [saves.is_known(step, 1) for step in asked] == [False, False, True, True]
     assert len(json.dumps(take({"saves": saves}))) < 100 * MAX_KNOWN
+
+
+def back_to(driven: DrivenMachine, step: int, source: str) -> None:
+    """Rank 0 raises, and every rank restores `step` in the next generation."""
+    driven.raise_in(0, driven.machine.high_water + 1)
+    driven.leave_generation(*range(driven.num_ranks))
+    driven.restore(step, source)
+
+
+def test_a_preemption_does_not_wait_for_a_save_of_an_abandoned_line() -> None:
+    """The run went back below what is being written: that writer is ended, the next one writes what counts."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    back_to(driven, 0, "fresh")
+    driven.step(1)
+    assert (saved(driven), [item.child for item in driven.all(c.Kill)]) == ([10], [])
+    [writer] = [item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER]
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    assert [item.child for item in driven.all(c.Kill)] == [writer]
+    driven.kill(writer)
+    next_writer = [item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER][-1]
+    driven.start_child(next_writer)
+    assert next_writer != writer and saved(driven) == [10, 1]
+    assert [item.reason for item in driven.events(schema.SaveFailed)] == [SaveFailure.ABANDONED_LINE]
+    driven.write(1, "written", "committed", "verified")
+    assert [item.step for item in driven.events(schema.SaveVerified)] == [1]
+
+
+def test_a_preemption_lets_a_save_of_the_present_line_end() -> None:
+    """Nothing is killed whose work counts."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    driven.step(12)
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    assert driven.all(c.Kill) == []
+
+
+def test_c13_nothing_is_deleted_while_ranks_go_back() -> None:
+    """A save that is verified between a fault and the end of the restore may be of a line that is about to be left."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    driven.write(10, "written", "committed", "verified")
+    assert len(driven.all(c.RetainSaves)) == 1
+    driven.step(20, durable=True)
+    driven.raise_in(0, 21)
+    driven.leave_generation(*range(driven.num_ranks))
+    driven.write(20, "written", "committed", "verified")
+    assert len(driven.all(c.RetainSaves)) == 1
+    driven.restore(5, "durable")
+    driven.step(6, durable=True)
+    driven.write(6, "written", "committed", "verified")
+    assert len(driven.all(c.RetainSaves)) == 2
