@@ -192,8 +192,10 @@ class _Membership:
         self._watch.tend()
         now_ns = self._clock.monotonic_ns()
         # Whatever arrived while this process stood still was taken in just now: silence is the leader's.
-        if seconds(now_ns - self._heard_ns) > self._limits.nodes.leader_lost_s:
-            self._ended = self._ended or f"silent for {self._limits.nodes.leader_lost_s:g} s"
+        nodes = self._limits.nodes
+        patience_s = nodes.leader_lost_s if self.signal is None else nodes.lease_s
+        if seconds(now_ns - self._heard_ns) > patience_s:
+            self._ended = self._ended or f"silent for {patience_s:g} s"
         if now_ns >= self._next_beat_ns:
             self._next_beat_ns = now_ns + to_ns(BEAT_S)
             self._send(link_codec.Beat(sent_ns=now_ns))

@@ -33,6 +33,7 @@ from nvrx_sre.events.schema import (
     RunStarted,
 )
 from nvrx_sre.launcher.braking import BrakeConsent, write_consent
+from nvrx_sre.launcher.commands import Stop
 from nvrx_sre.launcher.config import NodesConfig, RunConfig
 from nvrx_sre.launcher.host import HostSampler, node_name, pod_name
 from nvrx_sre.launcher.leader_link import LinkConfig
@@ -40,6 +41,7 @@ from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
 from nvrx_sre.launcher.machine_interval import PROBE_EVERY
 from nvrx_sre.launcher.node import parent_environment
 from nvrx_sre.launcher.past import Past, read_past
+from nvrx_sre.launcher.refusal import turn_away
 from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
 from nvrx_sre.launcher.token import make_token
@@ -76,6 +78,9 @@ def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
     past = read_past(directory, config.run, directory.end_leftovers())
     refused = _refusal(directory, past, config)
     if refused:
+        if config.nodes is not None:
+            stop = Stop(exit_code=ExitCode.DO_NOT_RESTART, reason=refused, result={})
+            turn_away(link_config(config, config.nodes, epoch.number), SystemClock(), stop)
         return RunReport(
             exit_code=ExitCode.DO_NOT_RESTART, reason=refused, summary={}, directory=directory, metrics_url=""
         )

@@ -26,23 +26,35 @@ LIMIT_S = 20
 """Longest wait for anything here."""
 
 
+def link_config(*, port: int, lease_s: float = 10.0) -> LinkConfig:
+    """A leader of three nodes in its epoch 4."""
+    return LinkConfig(
+        host="127.0.0.1",
+        port=port,
+        num_nodes=3,
+        token=TOKEN,
+        run="run",
+        version="1",
+        settings=SETTINGS,
+        epoch=4,
+        limits=NodeLimits(lease_s=lease_s),
+    )
+
+
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
 class LeaderLoop:
     """Turns a `LeaderLink`; its inputs arrive in `inputs`."""
 
     def __init__(self, *, lease_s: float = 10.0, port: int = 0) -> None:
         self.inputs: queue.Queue[c.Input] = queue.Queue()
         self._selector = selectors.DefaultSelector()
-        config = LinkConfig(
-            host="127.0.0.1",
-            port=port,
-            num_nodes=3,
-            token=TOKEN,
-            run="run",
-            version="1",
-            settings=SETTINGS,
-            epoch=4,
-            limits=NodeLimits(lease_s=lease_s),
-        )
+        config = link_config(port=port, lease_s=lease_s)
         self.link = LeaderLink(config, self._selector, SystemClock(), self.inputs.put)
         self.port = self.link.port
         self._orders: queue.Queue[Callable[[], Any]] = queue.Queue()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Role
@@ -20,7 +21,16 @@ from nvrx_sre.launcher import link_codec
 from nvrx_sre.launcher.leader_search import NotFound, Signalled
 from nvrx_sre.launcher.link import MAX_FRAME_BYTES, Link
 from nvrx_sre.launcher.link_codec import Beat, Headers, Packet
-from tests.integration.leader_loop import LIMIT_S, TOKEN, LeaderLoop, claims, searching
+from nvrx_sre.launcher.refusal import turn_away
+from tests.integration.leader_loop import (
+    LIMIT_S,
+    TOKEN,
+    LeaderLoop,
+    claims,
+    free_port,
+    link_config,
+    searching,
+)
 
 
 @pytest.fixture
@@ -231,8 +241,7 @@ def test_the_same_launcher_connects_anew(leader: LeaderLoop, member: Link, tmp_p
 
 def test_reasons_are_told_apart_and_each_is_said_once(tmp_path: Path) -> None:
     """A name that is not known, a port where nothing listens, a host that does not answer."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with searching(tmp_path, "127.0.0.1", port) as (find, said):
         with pytest.raises(NotFound, match=r"no leader at 127\.0\.0\.1:\d+ within \d s \(\d+ tries\): refused"):
             find(claims(), 0.5)
@@ -261,8 +270,7 @@ def test_something_else_that_listens_there_is_no_leader(tmp_path: Path) -> None:
 
 def test_a_leader_that_starts_late_is_found(tmp_path: Path) -> None:
     """And a token that is not there before the leader has made it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     started: list[LeaderLoop] = []
 
     def start() -> None:
@@ -325,3 +333,21 @@ def test_many_connections_that_say_nothing_keep_nobody_out(leader: LeaderLoop, t
     leader.expect(c.NodeJoined)
     for sock in idle:
         sock.close()
+
+
+def test_a_leader_that_will_not_run_tells_the_nodes_why(tmp_path: Path) -> None:
+    """A halted run: its other nodes end with the leader's code, not after looking for it in vain."""
+    stop = c.Stop(exit_code=93, reason="run r was stopped", result={})
+    config = link_config(port=free_port())
+    told: list[int] = []
+    thread = threading.Thread(target=lambda: told.append(turn_away(config, SystemClock(), stop)))
+    thread.start()
+    links = []
+    for node in (1, 2):
+        with searching(tmp_path, "127.0.0.1", config.port) as (find, _):
+            links.append(find(claims(node_rank=node, pid=node), LIMIT_S).link)
+    thread.join()
+    assert told == [2]
+    for link in links:
+        assert hear(link, c.Stop) == stop
+        link.close()
