@@ -95,21 +95,22 @@ def command(
         options,
         command=worker_command(script, script_args, is_module=flags["module"]),
         nproc=nproc,
-        config_items=identity(script, script_args),
+        config_items={"script": script},
         nodes=nodes,
     )
+    config = dataclasses.replace(config, reported_items=reported(script_args))
     check_fault_specs(options.fault_specs, config.world_size)
     return run_and_report(
         config, num_steps=None, notices=notices(flags) + (notices_for_one_node(flags) if nodes is None else [])
     )
 
 
-def identity(script: str, script_args: tuple[str, ...]) -> dict[str, str]:
-    """What makes it this run and no other, in a world of any size.
+def reported(script_args: tuple[str, ...]) -> dict[str, str]:
+    """What a script is told, which is no part of the run's identity: more steps are the same run (docs/adr/0028).
 
-    It is kept on disk and shown, so secrets in the arguments are masked.
+    It may be shown, so secrets in it are masked.
     """
-    return {"script": script, "arguments": shlex.join(Redactor().argv(script_args))}
+    return {"arguments": shlex.join(Redactor().argv(script_args))}
 
 
 def refuse(flags: dict[str, Any]) -> None:

@@ -78,6 +78,8 @@ class RunConfig:
     """Planned faults (`faults.plan`)."""
     config_items: dict[str, str] = field(default_factory=dict)
     """What identifies the run's configuration; a run directory of another configuration is refused."""
+    reported_items: dict[str, str] = field(default_factory=dict)
+    """What else is in the digest that is reported, and may be another at each start: a script's arguments."""
     limits: Limits = field(default_factory=Limits)
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
@@ -131,6 +133,7 @@ class RunConfig:
             "--fault": " ".join(self.fault_specs),
             "the interrupt's signal": self.interrupt_signal,
             **self.config_items,
+            **self.reported_items,
             **self.limits.flattened(),
         }
         return {name: str(value) for name, value in settings.items()}

@@ -215,7 +215,7 @@ def _announce(
             num_standbys=config.num_standbys,
             save_every_steps=config.save_every,
             hot_every_steps=PROBE_EVERY if config.hot_every is None else config.hot_every,
-            config_digest=config_digest(config.config_items),
+            config_digest=config_digest({**config.config_items, **config.reported_items}),
             versions=versions(),
             limits=config.limits.flattened(),
             resumed=is_resumed,

@@ -93,9 +93,9 @@ class RunDirectory:
                 f"run directory {self.path} belongs to run {found.get('run')!r}, not {wanted['run']!r}; "
                 "choose another with --run-dir"
             )
-        if found.get("config_digest") != wanted["config_digest"]:
-            was, now = found["config"], wanted["config"]
-            changed = sorted(key for key in was.keys() | now.keys() if was.get(key) != now.get(key))
+        was, now = found["config"], wanted["config"]
+        changed = sorted(key for key in now if was.get(key) != now[key])
+        if changed:
             detail = ", ".join(f"{key}: {was.get(key)} -> {now.get(key)}" for key in changed)
             raise UserError(
                 f"run directory {self.path} holds a run of another configuration ({detail}); "

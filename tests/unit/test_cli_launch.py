@@ -13,6 +13,7 @@ from nvrx_sre.cli import launch
 from nvrx_sre.cli.torchrun_flags import TORCHRUN_FLAGS, Treatment
 from nvrx_sre.core.errors import UsageError, UserError
 from nvrx_sre.core.limits import Limits
+from nvrx_sre.launcher.rundir import RunDirectory
 
 POSITIONAL = {"training_script", "training_script_args"}
 ACTIONS = {action.dest: action for action in get_args_parser()._actions if action.dest not in {"help", *POSITIONAL}}
@@ -108,11 +109,27 @@ def test_what_follows_the_script_belongs_to_it(monkeypatch: pytest.MonkeyPatch, 
     assert seen[0].nproc == 2 and seen[0].keep == 3
 
 
-def test_the_identity_of_a_run_holds_no_secret() -> None:
-    """Arguments lie in run.json and are shown when they differ: a secret among them is masked, the rest is kept."""
-    items = launch.identity("train.py", ("--api-token", "s3cr3t-value", "--lr=0.1"))
+def test_what_is_reported_of_a_script_holds_no_secret() -> None:
+    """A secret among the arguments is masked, the rest is kept."""
+    items = launch.reported(("--api-token", "s3cr3t-value", "--lr=0.1"))
     assert "s3cr3t" not in items["arguments"]
     assert items["arguments"].startswith("--api-token ") and items["arguments"].endswith(" --lr=0.1")
+
+
+def test_a_script_that_is_told_to_train_longer_is_the_same_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its arguments are reported and do not identify it; another script is another run."""
+    seen: list[Any] = []
+    monkeypatch.setattr(launch, "run_and_report", lambda config, **_: seen.append(config) or 0)
+    for name, steps in (("train.py", "100"), ("train.py", "200"), ("other.py", "200")):
+        script = tmp_path / name
+        script.touch()
+        arguments = ["--run-dir", str(tmp_path / "r"), str(script), "--steps", steps]
+        CliRunner().invoke(launch.command, arguments, standalone_mode=False)
+    directory = RunDirectory(tmp_path / "r")
+    assert [directory.prepare("r", config.config_items) for config in seen[:2]] == [False, True]
+    assert seen[0].reported_items != seen[1].reported_items
+    with pytest.raises(UserError, match="script: "):
+        directory.prepare("r", seen[2].config_items)
 
 
 def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
