@@ -270,9 +270,9 @@ def test_a_preemption_of_any_host_ends_all_with_what_was_sealed_saved(
 
 @pytest.mark.slow
 def test_a_slow_link_changes_nothing_but_the_time(oracle: Ended, quick: list[str], tmp_path: Path) -> None:
-    """What leaves one host queues behind 4 Mbit/s: beats arrive late, nobody is lost, the numbers are the same."""
+    """What leaves one host queues behind 40 Mbit/s: beats wait for it, nobody is lost, the numbers are the same."""
     with launchers(tmp_path / "run", "a", "b") as run:
-        run.net.slow_down("b", "4mbit")
+        run.net.slow_down("b", "40mbit")
         run.start_all(*quick)
         follower, ended = run.end("b"), run.end("a")
     assert follower.exit_code == 0, follower.output
