@@ -461,7 +461,7 @@ def stuck_launchers(v: Values) -> list[Run]:
     frozen = {loop: lambda now: min(now, 900.0)}
     back = {loop: lambda now: now if now >= 1500 else min(now, 900.0)}
     skewed = {loop: lambda now: now - 3 * v.launcher_stuck_ratio * 5}
-    slow = {loop: lambda now: now // 120 * 120}
+    slow = {loop: lambda now: (now - 60) // 120 * 120 + 60}  # it turned when the run began
     return [
         Run("launcher-stuck", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen),
         Run("launcher-stuck-scrapes-lost", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen, lost=(700, END, 0)),
