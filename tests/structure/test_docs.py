@@ -82,3 +82,10 @@ def test_events_are_in_the_past_tense() -> None:
     """An event says what happened, never what should."""
     past = re.compile(r"(ed|Lost|Written|Ready|Reset|RolledBack|Chosen)$")
     assert [name for name in EVENT_TYPES if not past.search(name)] == []
+
+
+def test_the_tests_that_break_checkpoints_are_there() -> None:
+    """Each test that the list of faults names is a test of this repository."""
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/reference/checkpoint-faults.md").read_text()))
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 20 and [name for name in sorted(named) if f"def {name}(" not in sources] == []
