@@ -8,7 +8,7 @@ RUN_DIR ?= runs/demo
 SEEDS ?= 2000
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo check test test-slow test-rounds live soak screenshots bench generate clean
+.PHONY: help setup demo check test test-slow test-rounds live soak chaos screenshots bench generate clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | column -t -s $$'\t'
@@ -44,6 +44,11 @@ soak: setup ## thousands of simulated jobs under random faults, and planted bugs
 	@$(BIN)/nvrx-sre simulate --seeds $(SEEDS) --ranks 8 --hosts 4
 	@$(BIN)/nvrx-sre simulate --seeds $$(($(SEEDS) / 20)) --ranks 64 --hosts 8
 	@$(BIN)/python -m pytest -q tests/simulation $(PYTEST_ARGS)
+
+chaos: setup ## every kind of fault in every phase on real processes, half an hour: docs/reference/chaos.md
+	@rm -rf runs/chaos
+	@$(BIN)/python -m pytest -q -m chaos --chaos-results runs/chaos $(PYTEST_ARGS) || true
+	@$(BIN)/python -m tests.chaos.render runs/chaos
 
 test-rounds: setup ## all tests three times in different orders
 	@scripts/test-tools.sh

@@ -12,6 +12,18 @@ import pytest
 CommandLine = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the chaos matrix leaves what came of its cells."""
+    parser.addoption("--chaos-results", type=Path, metavar="DIR", help="write the results of the chaos matrix to DIR")
+
+
+@pytest.fixture(scope="session")
+def chaos_results(request: pytest.FixtureRequest) -> Path | None:
+    """Directory for the results of the chaos matrix, None if nobody wants them."""
+    directory: Path | None = request.config.getoption("--chaos-results")
+    return directory
+
+
 @pytest.fixture
 def nvrx_sre_command(tmp_path: Path) -> CommandLine:
     """Runs `nvrx-sre` with arguments in `tmp_path`, as a process of its own, and returns what it said."""

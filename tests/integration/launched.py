@@ -90,10 +90,10 @@ def start(
     )
 
 
-def finish(popen: subprocess.Popen[str], run_dir: Path) -> Ended:
+def finish(popen: subprocess.Popen[str], run_dir: Path, limit_s: float = RUN_LIMIT_S) -> Ended:
     """Wait for a started command."""
     try:
-        output, _ = popen.communicate(timeout=RUN_LIMIT_S)
+        output, _ = popen.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         popen.kill()
         output, _ = popen.communicate()
