@@ -64,7 +64,10 @@ def bytes_text(num_bytes: int) -> str:
 def _run_started(record: Record, event: schema.RunStarted) -> Line:
     how = "resumed" if event.resumed else "fresh" if event.fresh else "new"
     hot = f"hot every {event.hot_every_steps}" if event.hot_every_steps else "hot tier off"
-    return Line(f"run {record.run} ({how}): {event.nproc} ranks, {hot}, durable every {event.save_every_steps}", PLAIN)
+    saves = f"{hot}, durable every {event.save_every_steps}"
+    drain_s = event.limits.get("deadlines.preemption_drain_s")
+    grace = "" if drain_s is None else f", {drain_s:g} s to save at a termination signal"
+    return Line(f"run {record.run} ({how}): {event.nproc} ranks, {saves}{grace}", PLAIN)
 
 
 def _launcher_started(record: Record, event: schema.LauncherStarted) -> Line:

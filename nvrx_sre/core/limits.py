@@ -92,6 +92,9 @@ class Deadlines:
     """A communication error waits this long for a death or another error before it is blamed."""
     final_drain_s: float = 300.0
     """End of training until the last durable save is verified."""
+    preemption_drain_s: float = 25.0
+    """Termination signal (or halt) until the newest step is saved, or its save is given up. What is left then is
+    dead within twice `interrupt_grace_s`: 30 s, the default grace of Kubernetes (pod lifecycle), are enough for all."""
     loop_stall_s: float = 1.0
     """If the launcher itself did not turn for this long, all deadlines are armed anew."""
 

@@ -19,9 +19,6 @@ from nvrx_sre.launcher.machine_job import Job, Stage
 from nvrx_sre.launcher.machine_roster import ChildState, Roster
 from nvrx_sre.launcher.machine_saves import Saves
 
-PREEMPTION_DRAIN_S = 25.0
-"""Longest drain after a termination signal: below 30 s, the default grace of Kubernetes (pod lifecycle)."""
-
 
 class Shutdown:
     """Brings the run to its end."""
@@ -37,6 +34,8 @@ class Shutdown:
         self._drain_until_ns = 0
         self._give_up_ns: int | None = None
         self._is_draining = False
+        self._is_hurried = False
+        """Somebody who kills waits for the end."""
 
     def finish(self, result: dict[str, Any], now_ns: int) -> None:
         """Training is done: the last step is saved if it is not yet, ranks stay until that is verified."""
@@ -53,15 +52,17 @@ class Shutdown:
 
     def drain(self, exit_code: int, reason: str, now_ns: int) -> None:
         """Preempted or halted: ranks go at once, the newest sealed step is saved."""
-        self._begin(exit_code, reason, PREEMPTION_DRAIN_S, now_ns)
+        self._begin(exit_code, reason, self._job.config.limits.deadlines.preemption_drain_s, now_ns)
         self._leave_all(now_ns)
         self._saves.flush(self._commits.sealed, now_ns)
-        self._is_draining = True
+        self._is_draining = self._is_hurried = True
         self.poll(now_ns)
 
     def hurry(self, now_ns: int) -> None:
         """A termination signal while the end is under way: drain no longer than a preemption would."""
-        self._drain_until_ns = min(self._drain_until_ns, now_ns + to_ns(PREEMPTION_DRAIN_S))
+        drain_s = self._job.config.limits.deadlines.preemption_drain_s
+        self._drain_until_ns = min(self._drain_until_ns, now_ns + to_ns(drain_s))
+        self._is_hurried = True
 
     def kill_now(self, exit_code: int, reason: str, now_ns: int) -> None:
         """A person insists: kill everything, wait for nothing but the deaths."""
@@ -90,11 +91,12 @@ class Shutdown:
             return
         if self._give_up_ns is None:
             deadlines = self._job.config.limits.deadlines
-            self._give_up_ns = now_ns + 2 * to_ns(deadlines.teardown_s) + to_ns(deadlines.interrupt_grace_s)
+            grace_s = deadlines.interrupt_grace_s if self._is_hurried else deadlines.teardown_s
+            self._give_up_ns = now_ns + 2 * to_ns(grace_s)  # once to leave by itself, once to be dead after the kill
             self._saves.close()
             self._leave_all(now_ns)
             for child in self._roster.spares(Role.WRITER):
-                self._roster.leave(child, deadlines.teardown_s, now_ns)
+                self._roster.leave(child, grace_s, now_ns)
         if not len(self._roster) or now_ns >= self._give_up_ns:
             self._end()
 
