@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from nvrx_sre.core.clock import Clock, to_ns
 from nvrx_sre.core.limits import Limits
+from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.endpoint import EndpointSecurity, MetricsServer
@@ -18,6 +19,7 @@ from nvrx_sre.telemetry.labels import RankMetrics
 from nvrx_sre.telemetry.metric import Metric, Scope
 from nvrx_sre.telemetry.metrics import MetricSources
 from nvrx_sre.telemetry.node_board import NodeBoard
+from nvrx_sre.telemetry.values import Values
 
 
 class FollowerTelemetry:
@@ -41,7 +43,7 @@ class FollowerTelemetry:
         sources = MetricSources(
             dropped=self.boundary.num_dropped,
             errors=self.boundary.num_errors,
-            fill=self.board.fill,
+            fill=self._fill,
             exports=self._exports,
         )
         self._metrics = FoldedRun(run, clock=clock, limits=limits, sources=sources).metrics
@@ -61,6 +63,10 @@ class FollowerTelemetry:
     def close(self) -> None:
         """Stop the endpoint. Never raises."""
         self.boundary.call(Component.METRICS, self.server.close)
+
+    def _fill(self, values: Values) -> None:
+        values.set(catalog.TELEMETRY_SCRAPES, self.server.num_scrapes)
+        self.board.fill(values)
 
     def _exports(self, metric: Metric) -> bool:
         return metric.scope is Scope.NODE and self.board.exports(metric)
