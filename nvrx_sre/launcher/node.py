@@ -199,7 +199,8 @@ class Node:
         return [str(self._directory.path), self._config.run, *options]
 
     def _environment(self, command: c.Spawn) -> dict[str, str]:
-        """What a child has beside the fork server's environment."""
+        """What a child has beside the fork server's environment. Faults of storage strike the leader's writer alone."""
+        is_spared = command.role is Role.WRITER and command.node > 0
         settings = ChildSettings(
             run=self._config.run,
             run_dir=str(self._directory.path),
@@ -209,7 +210,7 @@ class Node:
             save_every=self._config.save_every,
             waits_for_writer=self._config.on_busy == "wait",
             interrupt_signal=self._config.interrupt_signal,
-            fault_specs=self._config.fault_specs,
+            fault_specs=() if is_spared else self._config.fault_specs,
             group_timeout_s=GROUP_TIMEOUT_S,
         )
         traceparent = self.traceparent()

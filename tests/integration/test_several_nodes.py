@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -21,13 +22,18 @@ from nvrx_sre.events.schema import (
     RankReplaced,
     Record,
     RestoredFrom,
+    Role,
     RunStarted,
     SaveCommitted,
+    SaveFailed,
+    SaveFailure,
+    SaveStarted,
     StateRestored,
     StepsCommitted,
+    WorkerStarted,
 )
 from tests.integration.hosts import UNANSWERED, Hosts, hosts
-from tests.integration.launched import Ended, finish, start, train, wait_for
+from tests.integration.launched import Ended, finish, read, start, train, wait_for
 
 DIGESTS = ("loss_digest", "samples_digest", "state_digest")
 PORT = 29_555
@@ -149,6 +155,11 @@ def quick(tmp_path: Path) -> list[str]:
     return ["--config", str(path), "--standbys", "0"]
 
 
+def is_writer(event: Event) -> TypeGuard[WorkerStarted]:
+    """A writer was started."""
+    return isinstance(event, WorkerStarted) and event.role is Role.WRITER
+
+
 LONG = ("--steps", "400", "--seq-len", "32", "--batch-size", "4")
 """Training that is still under way when a test has done what it does."""
 
@@ -266,6 +277,26 @@ def test_a_preemption_of_any_host_ends_all_with_what_was_sealed_saved(
     assert "preempted; durable up to step" in ended["b"].output
     saved = ended["a"].events(SaveCommitted)[-1][1].step
     assert saved == max(event.hot_sealed_step for _, event in ended["a"].events(StepsCommitted))
+
+
+@pytest.mark.slow
+def test_a_writer_that_dies_on_another_host_costs_the_attempt_alone(
+    oracle: Ended, quick: list[str], tmp_path: Path
+) -> None:
+    """The leader's writer does not wait for the missing part; both write the same step again."""
+    with launchers(tmp_path / "run", "a", "b") as run:
+        run.start_all(*quick, "--write-bandwidth", "0.3")
+        run.wait_for(SaveStarted)
+        writers = [record.event.pid for record in read(run.run_dir) if is_writer(record.event)]
+        subprocess.run(["kill", "-KILL", str(writers[1])], check=True, timeout=10)
+        follower, ended = run.end("b"), run.end("a")
+    assert follower.exit_code == 0, follower.output
+    assert_same_as(oracle, ended)
+    failed = [(event.step, event.reason) for _, event in ended.events(SaveFailed)]
+    assert failed == [(8, SaveFailure.WRITER_DIED)], ended.explain()
+    assert 8 in [event.step for _, event in ended.events(SaveCommitted)], ended.explain()
+    assert ended.events(SaveCommitted)[-1][1].step == 24
+    assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
 
 
 @pytest.mark.slow
