@@ -65,7 +65,7 @@ class Deadlines:
     """Progress deadlines per phase, and graces of the teardown. Seconds."""
 
     init_s: float = 300.0
-    """Process start until the decorated call."""
+    """Process start until the decorated call; in each generation the call until it forms its group."""
     rendezvous_s: float = 60.0
     """Go until the process group is formed."""
     rebuild_s: float = 300.0

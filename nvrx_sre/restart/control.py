@@ -121,6 +121,8 @@ class RankControl:
                     self._generation = go.generation
                     # Counted from the same point on every rank, old process or new: the launcher compares them.
                     self.step = self.progress = 0
+                    # What comes before the group is the training function's own, not the teardown that ended before.
+                    self._phase, self._phase_told = (Phase.INIT, self.clock.monotonic_ns()), ""
                     return go
                 skipped, generation = self._interrupted, self._interrupted + 1
             self.send(wire.Acked(generation=skipped, mono_ns=self.clock.monotonic_ns()))

@@ -41,7 +41,7 @@ RANKS = {Victim.FIRST: (0,), Victim.LAST: (NPROC - 1,), Victim.TWO: (0, NPROC - 
 OPENER_RANK = 1
 HELD_RANK = 0
 """Stands in the phase in which the launcher is struck."""
-HELD = "=40x"
+HELD = "=25.0x"
 """So many times its usual step: longer than it takes to see it in the journal, shorter than any deadline."""
 
 EXPECTED: dict[FaultKind, FaultClass | None] = {

@@ -12,6 +12,7 @@ import pytest
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import Interrupted, RestartAborted
 from nvrx_sre.events import channel as wire
+from nvrx_sre.events.schema import Phase
 from nvrx_sre.restart.control import RankControl
 
 SIGNAL = signal.SIGRTMIN + 6
@@ -93,6 +94,20 @@ def test_interrupt_waits_for_the_end_of_atomic(rank: tuple[RankControl, wire.Cha
     assert done == [True]
 
 
+def go_for(generation: int) -> wire.Go:
+    """The launcher opens a generation."""
+    return wire.Go(
+        generation=generation,
+        world_size=1,
+        store_host="",
+        store_port=0,
+        candidates=[],
+        require_restore=False,
+        passes={},
+        hot_every=1,
+    )
+
+
 def test_a_swallowed_interrupt_comes_again(rank: tuple[RankControl, wire.Channel]) -> None:
     """Code that catches everything once does not lose the interrupt."""
     control, launcher = rank
@@ -121,8 +136,6 @@ def test_monitor_reports_liveness(rank: tuple[RankControl, wire.Channel]) -> Non
 
 def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, wire.Channel]) -> None:
     """A phase entered without telling is told when it lasts longer than a liveness period."""
-    from nvrx_sre.events.schema import Phase
-
     control, launcher = rank
     control.arm(1)
     control.enter(Phase.DATA, tell=False)
@@ -131,22 +144,22 @@ def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, wir
     assert isinstance(entered, wire.Entered) and entered.phase == "data"
 
 
+def test_a_generation_does_not_begin_in_the_teardown_before(rank: tuple[RankControl, wire.Channel]) -> None:
+    """What lasts before the group is formed is init, under its deadline: a peer that waits for it is not to blame."""
+    control, launcher = rank
+    control.enter(Phase.TEARDOWN, tell=False)
+    launcher.send(go_for(8))
+    control.arm(control.wait_go(8).generation)
+    entered = receive(launcher, wire.Entered)
+    control.armed = None
+    assert isinstance(entered, wire.Entered) and (entered.generation, entered.phase) == (8, "init")
+
+
 def test_an_interrupt_while_waiting_for_go_moves_on(rank: tuple[RankControl, wire.Channel]) -> None:
     """A second fault during recovery: the waiting rank reports ready for the generation after it."""
     control, launcher = rank
     launcher.send(wire.Interrupt(generation=7))
-    launcher.send(
-        wire.Go(
-            generation=8,
-            world_size=1,
-            store_host="",
-            store_port=0,
-            candidates=[],
-            require_restore=False,
-            passes={},
-            hot_every=1,
-        )
-    )
+    launcher.send(go_for(8))
     go = control.wait_go(7)
     ready = receive(launcher, wire.Ready)
     assert go.generation == 8
