@@ -67,6 +67,7 @@ class Restarter:
         self.control.report_ready(next_generation, fit=True, reason="")
         while True:
             go = self.control.wait_go(next_generation)
+            self.groups.sockets.release()
             self._check_handler()
             self.leftovers.begin()
             body = body_for(go)
