@@ -20,6 +20,7 @@ from nvrx_sre.events.schema import (
     LeaderLost,
     RankReplaced,
     Record,
+    SaveCommitted,
     SaveFailed,
     SaveFailure,
     SaveVerified,
@@ -103,9 +104,10 @@ def test_a_writer_killed_in_every_stage_is_replaced(unfaulted: Ended, tmp_path: 
     deaths = [event for _, event in ended.events(WorkerExited) if event.role == "writer" and event.signal == 9]
     assert len(deaths) == len(SAVE_STAGES), ended.explain()
     assert not ended.events(FaultDetected), "the ranks never noticed"
-    verified = {event.step for _, event in ended.events(SaveVerified)}
-    again = {step_of(stage) for stage in ("plan", "write", "fsync", "manifest", "rename")}
-    assert again <= verified, ended.explain()
+    # Which saves these are depends on how soon there is another writer, and a delete may be struck beside one more.
+    again = [event.step for _, event in ended.events(SaveFailed) if event.message == "not committed"]
+    assert len(again) >= len(("plan", "write", "fsync", "manifest", "rename")), ended.explain()
+    assert set(again) <= {event.step for _, event in ended.events(SaveCommitted)}, ended.explain()
 
 
 def test_a_launcher_killed_in_every_stage_is_followed(unfaulted: Ended, tmp_path: Path) -> None:
