@@ -96,6 +96,22 @@ def test_fewest_nodes_are_the_smallest_world(monkeypatch: pytest.MonkeyPatch, tm
     assert differing == {"--min-world-size"}
 
 
+def test_nodes_with_other_arguments_differ_and_no_argument_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A learning rate that one node has and the other has not is noticed; a password among them stays here."""
+    script = tmp_path / "train.py"
+    script.touch()
+    seen: list[Any] = []
+    monkeypatch.setattr(launch, "run_and_report", lambda config, **_: seen.append(config) or 0)
+    base = ["--run-dir", str(tmp_path / "r"), "--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "h:1"]
+    for more in (["--lr", "1", "--password", "s3cr3t"], ["--lr", "2", "--password", "s3cr3t"]):
+        CliRunner().invoke(launch.command, [*base, str(script), *more], standalone_mode=False)
+    first, second = (config.shared_settings() for config in seen)
+    assert {name for name in first if first[name] != second[name]} == {"arguments"}
+    assert "s3cr3t" not in str(first)
+
+
 def test_a_lease_shorter_than_two_beats_is_refused() -> None:
     """Launchers speak every second: a shorter lease would lose healthy nodes."""
     assert NodeLimits(lease_s=2).lease_s == 2
