@@ -44,6 +44,9 @@ def run_and_report(
         console.print(notice)
     if config.nodes is not None and config.nodes.node_rank > 0:
         return _follow(config, config.nodes)
+    if config.nodes is not None:
+        others, port = config.nodes.num_nodes - 1, config.nodes.leader_port
+        console.print(f"node 0 leads: waits for {others} other {'node' if others == 1 else 'nodes'} on port {port}")
     output = RankOutput(
         RunDirectory(config.run_dir).rank_log(0),
         lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True),

@@ -51,9 +51,8 @@ PutInput = Callable[[c.Input], None]
 class LinkConfig:
     """What the leader asks of a node."""
 
-    host: str
-    """Address to listen on, '' for all."""
-    port: int
+    listener: socket.socket
+    """From `listen`; the link closes it."""
     num_nodes: int
     token: bytes
     run: str
@@ -89,23 +88,16 @@ class LeaderLink:
     """All links of the leader. `selector` tells when they are ready; its data for them is ("link", this object's)."""
 
     def __init__(self, config: LinkConfig, selector: selectors.BaseSelector, clock: Clock, put: PutInput) -> None:
-        """Listen. Raises `UserError` if the port cannot be had."""
         self.traceparent: Callable[[], str] = lambda: ""
         self._config = config
         self._selector = selector
         self._clock = clock
         self._put = put
-        self._listener = _listen(config.host, config.port)
+        self._listener = config.listener
         self._pending: list[_Pending] = []
         self._members: dict[int, _Member] = {}
         self._next_beat_ns = 0
         selector.register(self._listener, selectors.EVENT_READ, ("link", None))
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        port: int = self._listener.getsockname()[1]
-        return port
 
     def addresses(self) -> set[str]:
         """Addresses of this host by which the nodes have reached it."""
@@ -360,7 +352,8 @@ def _converted(message: wire.Message, clock: RemoteClock, now_ns: int) -> wire.M
     return dataclasses.replace(message, **{name: clock.here_ns(stamp, now_ns) for name, stamp in stamps.items()})
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Where the nodes are waited for; `host` '' is every address. Raises `UserError` if the port cannot be had."""
     is_dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
     try:

@@ -36,7 +36,7 @@ from nvrx_sre.launcher.braking import BrakeConsent, write_consent
 from nvrx_sre.launcher.commands import Stop
 from nvrx_sre.launcher.config import NodesConfig, RunConfig
 from nvrx_sre.launcher.host import HostSampler, node_name, pod_name
-from nvrx_sre.launcher.leader_link import LinkConfig
+from nvrx_sre.launcher.leader_link import LinkConfig, listen
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
 from nvrx_sre.launcher.machine_interval import PROBE_EVERY
 from nvrx_sre.launcher.node import parent_environment
@@ -75,16 +75,20 @@ def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
     directory = RunDirectory(config.run_dir)
     directory.prepare(config.run, config.config_items)
     epoch = directory.take_epoch()
-    past = read_past(directory, config.run, directory.end_leftovers())
-    refused = _refusal(directory, past, config)
-    if refused:
+    with contextlib.ExitStack() as stack:
+        links = None
         if config.nodes is not None:
-            stop = Stop(exit_code=ExitCode.DO_NOT_RESTART, reason=refused, result={})
-            turn_away(link_config(config, config.nodes, epoch.number), SystemClock(), stop)
+            links = link_config(config, config.nodes, epoch.number)
+            stack.callback(links.listener.close)
+        past = read_past(directory, config.run, directory.end_leftovers())
+        refused = _refusal(directory, past, config)
+        if not refused:
+            return _run_epoch(config, directory, epoch, past, links, sinks)
+        if links is not None:
+            turn_away(links, SystemClock(), Stop(exit_code=ExitCode.DO_NOT_RESTART, reason=refused, result={}))
         return RunReport(
             exit_code=ExitCode.DO_NOT_RESTART, reason=refused, summary={}, directory=directory, metrics_url=""
         )
-    return _run_epoch(config, directory, epoch, past, sinks)
 
 
 def _refusal(directory: RunDirectory, past: Past, config: RunConfig) -> str:
@@ -103,7 +107,12 @@ def _refusal(directory: RunDirectory, past: Past, config: RunConfig) -> str:
 
 
 def _run_epoch(
-    config: RunConfig, directory: RunDirectory, epoch: Epoch, past: Past, sinks: Sequence[Sink]
+    config: RunConfig,
+    directory: RunDirectory,
+    epoch: Epoch,
+    past: Past,
+    links: LinkConfig | None,
+    sinks: Sequence[Sink],
 ) -> RunReport:
     clock = SystemClock()
     is_first_start = not past.folds.past.has_records
@@ -116,8 +125,8 @@ def _run_epoch(
         machine = Machine(_machine_config(config), past.folds.history, _machine_start(config, past, clock))
         shell = Shell(config, directory, clock, machine, recorder, epoch.number)
         shell.loop_turned = telemetry.loop_turned
-        if config.nodes is not None:
-            shell.listen(link_config(config, config.nodes, epoch.number))
+        if links is not None:
+            shell.listen(links)
         with contextlib.closing(HostSampler(telemetry, directory.path, clock)) as sampler:
             shell.tell_ranks = sampler.tell_ranks
             stop = shell.run()
@@ -142,10 +151,12 @@ def _run_epoch(
 
 
 def link_config(config: RunConfig, nodes: NodesConfig, epoch: int) -> LinkConfig:
-    """What the leader asks of the launchers of the other nodes. Makes their token. Raises `UserError`."""
+    """What the leader asks of the launchers of the other nodes; they can connect from now on, and find their token.
+
+    Raises `UserError` for a port that is taken, or a token that cannot be made.
+    """
     return LinkConfig(
-        host="",
-        port=nodes.leader_port,
+        listener=listen("", nodes.leader_port),
         num_nodes=nodes.num_nodes,
         token=make_token(nodes.token_file),
         run=config.run,

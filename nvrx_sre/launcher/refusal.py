@@ -16,7 +16,7 @@ TURN_S = 0.2
 
 
 def turn_away(config: LinkConfig, clock: Clock, stop: c.Stop) -> int:
-    """Tell every node that comes within the grace of `stop`; how many were told. Raises `UserError` for a busy port."""
+    """Tell every node that comes within the grace of `stop`; how many were told."""
     told: set[int] = set()
 
     def put(item: c.Input) -> None:

@@ -177,7 +177,7 @@ class Shell:
         self._selector.register(self._signals, selectors.EVENT_READ, ("signals", None))
 
     def listen(self, config: LinkConfig) -> None:
-        """Let the other nodes in. Raises `UserError` if the port cannot be had."""
+        """Let the other nodes in."""
         link = LeaderLink(config, self._selector, self._clock, self._take_remote)
         link.traceparent = self._recorder.traceparent
         self.effects.lead(link)

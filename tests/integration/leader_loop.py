@@ -17,7 +17,7 @@ from nvrx_sre.core.limits import NodeLimits
 from nvrx_sre.core.rng import seeded
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.handshake import Claims
-from nvrx_sre.launcher.leader_link import LeaderLink, LinkConfig
+from nvrx_sre.launcher.leader_link import LeaderLink, LinkConfig, listen
 from nvrx_sre.launcher.leader_search import LeaderSearch, Where
 
 TOKEN = b"a token that both sides know"
@@ -29,8 +29,7 @@ LIMIT_S = 20
 def link_config(*, port: int, lease_s: float = 10.0) -> LinkConfig:
     """A leader of three nodes in its epoch 4."""
     return LinkConfig(
-        host="127.0.0.1",
-        port=port,
+        listener=listen("127.0.0.1", port),
         num_nodes=3,
         token=TOKEN,
         run="run",
@@ -39,6 +38,12 @@ def link_config(*, port: int, lease_s: float = 10.0) -> LinkConfig:
         epoch=4,
         limits=NodeLimits(lease_s=lease_s),
     )
+
+
+def port_of(config: LinkConfig) -> int:
+    """Where the leader listens."""
+    port: int = config.listener.getsockname()[1]
+    return port
 
 
 def free_port() -> int:
@@ -56,7 +61,7 @@ class LeaderLoop:
         self._selector = selectors.DefaultSelector()
         config = link_config(port=port, lease_s=lease_s)
         self.link = LeaderLink(config, self._selector, SystemClock(), self.inputs.put)
-        self.port = self.link.port
+        self.port = port_of(config)
         self._orders: queue.Queue[Callable[[], Any]] = queue.Queue()
         self._ours, self._theirs = socket.socketpair()
         self._selector.register(self._theirs, selectors.EVENT_READ, ("order", None))

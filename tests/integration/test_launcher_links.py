@@ -18,6 +18,7 @@ from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Role
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import link_codec
+from nvrx_sre.launcher.leader_link import listen
 from nvrx_sre.launcher.leader_search import NotFound, Signalled
 from nvrx_sre.launcher.link import MAX_FRAME_BYTES, Link
 from nvrx_sre.launcher.link_codec import Beat, Headers, Packet
@@ -29,6 +30,7 @@ from tests.integration.leader_loop import (
     claims,
     free_port,
     link_config,
+    port_of,
     searching,
 )
 
@@ -338,16 +340,26 @@ def test_many_connections_that_say_nothing_keep_nobody_out(leader: LeaderLoop, t
 def test_a_leader_that_will_not_run_tells_the_nodes_why(tmp_path: Path) -> None:
     """A halted run: its other nodes end with the leader's code, not after looking for it in vain."""
     stop = c.Stop(exit_code=93, reason="run r was stopped", result={})
-    config = link_config(port=free_port())
-    told: list[int] = []
+    config = link_config(port=0)
+    told, port = [], port_of(config)
     thread = threading.Thread(target=lambda: told.append(turn_away(config, SystemClock(), stop)))
     thread.start()
     links = []
     for node in (1, 2):
-        with searching(tmp_path, "127.0.0.1", config.port) as (find, _):
+        with searching(tmp_path, "127.0.0.1", port) as (find, _):
             links.append(find(claims(node_rank=node, pid=node), LIMIT_S).link)
     thread.join()
     assert told == [2]
     for link in links:
         assert hear(link, c.Stop) == stop
         link.close()
+
+
+def test_a_port_that_is_taken_is_told_at_once() -> None:
+    """Which one, and why."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(
+            UserError, match=f"cannot listen for other nodes on 127.0.0.1:{port}: address already in use"
+        ):
+            listen("127.0.0.1", port)
