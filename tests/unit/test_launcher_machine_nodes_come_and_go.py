@@ -33,7 +33,7 @@ LIMITS = Limits(
     nodes=NodeLimits(join_s=60, grace_s=5),
 )
 NUM_EVENTS = 150
-SEEDS = 60
+SEEDS = 40
 
 
 class Nodes:
