@@ -197,6 +197,7 @@ class Shell:
             self._signals.close()
 
     def _turn(self) -> None:
+        started_ns = self._clock.monotonic_ns()
         self._flush_inputs()
         if self.effects.stop is not None:
             return
@@ -205,7 +206,8 @@ class Shell:
         timeout_s = 0.0 if self._inputs else self._timeout_s()
         before_ns = self._clock.monotonic_ns()
         ready = self._watch.select(timeout_s)
-        overslept_s = seconds(self._clock.monotonic_ns() - before_ns) - timeout_s
+        slept_ns = self._clock.monotonic_ns() - before_ns
+        overslept_s = seconds(slept_ns) - timeout_s
         self._check_leads()
         for what, data in ready:
             self._handle_ready(what, data)
@@ -214,6 +216,7 @@ class Shell:
         self._put_faults_last()
         self._flush_inputs()
         self._housekeeping()
+        self._excuse(started_ns + slept_ns)
         deadline_ns = self._machine.next_deadline_ns()
         if deadline_ns is not None and self._clock.monotonic_ns() >= deadline_ns:
             self._drain_all()
@@ -224,6 +227,12 @@ class Shell:
         if self._watch.is_to_die:
             self._recorder.sync()
             os.kill(os.getpid(), signal.SIGKILL)  # planned: `launcher_kill`, on record by now so that it fires once
+
+    def _excuse(self, since_ns: int) -> None:
+        """If the work of this turn took long (torch is loaded for the first store, a disk is slow), no rank is late."""
+        worked_s = seconds(self._clock.monotonic_ns() - since_ns)
+        if worked_s > self._config.limits.deadlines.loop_stall_s:
+            self._feed(c.Stalled(seconds=worked_s))
 
     def _check_leads(self) -> None:
         """Raise `Superseded` if another launcher has taken the run; looked at twice a second.

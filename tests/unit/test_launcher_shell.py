@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +18,8 @@ from nvrx_sre.events import schema
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.past import LauncherFolds
-from nvrx_sre.launcher.shell import Recorder, faults_last, is_fault
+from nvrx_sre.launcher.rundir import RunDirectory
+from nvrx_sre.launcher.shell import Recorder, Shell, faults_last, is_fault
 from nvrx_sre.policy.rehearsal import Rehearsal, World
 from nvrx_sre.testing.clock import ManualClock
 
@@ -83,6 +88,8 @@ def test_order_within_a_child_stays_and_nothing_is_lost(turn: list[c.Input]) -> 
 class SlowJournal:
     """Telemetry whose journal takes `syncs` in time, in order; what was recorded."""
 
+    traceparent = ""
+
     def __init__(self, *syncs: bool) -> None:
         self.syncs = list(syncs)
         self.recorded: list[schema.Event] = []
@@ -94,6 +101,11 @@ class SlowJournal:
 
     def sync(self, timeout_s: float) -> bool:
         return self.syncs.pop(0)
+
+    def num_dropped(self) -> dict[str, int]:
+        return {}
+
+    num_errors = num_dropped
 
 
 def test_a_decision_that_the_disk_does_not_take_is_recorded_and_counted() -> None:
@@ -110,3 +122,49 @@ def test_a_decision_that_the_disk_does_not_take_is_recorded_and_counted() -> Non
     unrecorded = [item for item in journal.recorded if isinstance(item, schema.DecisionUnrecorded)]
     assert len(unrecorded) == folds.history.num_unrecorded == 1
     assert journal.syncs == [], "without a new decision nothing is waited for"
+
+
+class BusyMachine:
+    """A machine with one deadline, due at once, and a first input whose work takes `work_s`; the first tick ends it."""
+
+    world_size = generation = 1
+
+    def __init__(self, clock: ManualClock, work_s: float) -> None:
+        self.heard: list[type[c.Input]] = []
+        self._clock = clock
+        self._work_s = work_s
+
+    def start(self, now_ns: int) -> list[c.Command]:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return []
+
+    def handle(self, item: c.Input, now_ns: int) -> list[c.Command]:
+        if not self.heard:
+            self._clock.advance(self._work_s)
+        self.heard.append(type(item))
+        return [c.Stop(exit_code=0, reason="", result={})] if isinstance(item, c.Tick) else []
+
+    def next_deadline_ns(self) -> int:
+        return 0
+
+    def ranks_on(self, node: int) -> int:
+        return 1
+
+    def seated(self) -> list[object]:
+        return []
+
+
+@pytest.mark.parametrize(("work_s", "excuses"), [(0.5, []), (5.0, [c.Stalled])])
+def test_a_launcher_that_was_busy_excuses_its_ranks(
+    work_s: float, excuses: list[type[c.Input]], tmp_path: Path
+) -> None:
+    """Work of its own beyond `loop_stall_s` is told before any deadline is judged; less is not."""
+    config = RunConfig(run="r", run_dir=tmp_path / "r", command=("x.py",), nproc=1, min_world_size=1)
+    clock = ManualClock(start_ns=10**9)
+    machine: Any = BusyMachine(clock, work_s)
+    telemetry: Any = SlowJournal()
+    directory = RunDirectory(config.run_dir)
+    directory.prepare("r", {})
+    epoch = directory.take_epoch().number
+    Shell(config, directory, clock, machine, Recorder(config, epoch, clock, LauncherFolds(), telemetry), epoch).run()
+    assert machine.heard == [c.SignalReceived, *excuses, c.Tick]
