@@ -45,7 +45,7 @@ soak: setup ## thousands of simulated jobs under random faults, and planted bugs
 	@$(BIN)/nvrx-sre simulate --seeds $$(($(SEEDS) / 20)) --ranks 64 --hosts 8
 	@$(BIN)/python -m pytest -q tests/simulation $(PYTEST_ARGS)
 
-chaos: setup ## every kind of fault in every phase on real processes, half an hour: docs/reference/chaos.md
+chaos: setup ## every kind of fault in every phase on real processes, an hour: docs/reference/chaos.md
 	@rm -rf runs/chaos
 	@$(BIN)/python -m pytest -q -m chaos --chaos-results runs/chaos $(PYTEST_ARGS) || true
 	@$(BIN)/python -m tests.chaos.render runs/chaos
