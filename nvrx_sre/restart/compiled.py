@@ -20,8 +20,9 @@ def reset() -> None:
 
     Blocks until a compile that the interrupt cut short has let go of inductor's subprocess, if it uses one.
     """
-    if "torch._dynamo" not in sys.modules:
-        return
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is None or not getattr(frames, "FRAME_COUNTER", 1):
+        return  # with CUDA the reset imports all of inductor, seconds in the first recovery
     torch.compiler.reset()
     inductor = sys.modules.get("torch._inductor.async_compile")
     if inductor is None:
