@@ -65,7 +65,6 @@ class Context:
         self._tokens = 0
         self._arrived_ns = 0
         self._results: dict[str, Any] = {}
-        self._restored_step = 0
         self._injector: Injector | None = None
         self._newest_candidate = max((int(item["step"]) for item in go.candidates), default=0)
         if process.settings.fault_specs:
@@ -153,7 +152,7 @@ class Context:
         started_ns = control.clock.monotonic_ns()
         step, source, self._saver = restore(self._process, self._go, self.rank, self.device, self._tracked, self._spare)
         now_ns = control.clock.monotonic_ns()
-        control.step = self._restored_step = step
+        control.step = step
         control.send(
             wire.Restored(
                 generation=self.generation,
@@ -192,7 +191,7 @@ class Context:
         times.switch(Phase.STEP)
         times.move(Phase.STEP, Phase.SAVE, saver.take_waited_ns())
         self._tokens += tokens
-        self._count_step(step)
+        self._time_step()
         self._control.step = step
         self._control.progress += 1
         self._control.enter(Phase.STEP, tell=False)
@@ -214,9 +213,9 @@ class Context:
         times.switch(Phase.STEP)
         self._control.enter(Phase.STEP, tell=False)
 
-    def _count_step(self, step: int) -> None:
+    def _time_step(self) -> None:
         if self._injector is not None and self._times is not None:
-            self._injector.step_committed(self._times.total_s(Phase.STEP), step - self._restored_step)
+            self._injector.step_committed(self._times.total_s(Phase.STEP))
 
     def _report(self, loss: float, has_loss: bool, captured: Captured, *, is_urgent: bool) -> None:
         times, saver = self._times, self._saver

@@ -8,11 +8,16 @@ holds code that can kill it. Persistence of 'fires once' is the launcher's: it c
 from __future__ import annotations
 
 import importlib
+import statistics
+from collections import deque
 from pathlib import Path
 
 from nvrx_sre.events import channel as wire
 from nvrx_sre.faults.plan import FaultPlan, FaultSpec
 from nvrx_sre.session.process import RankProcess
+
+NUM_NEWEST_STEPS = 15
+"""Steps of which the median is the usual one."""
 
 
 class Injector:
@@ -28,10 +33,18 @@ class Injector:
         self.launcher_pid = process.settings.launcher_pid
         self.poisoned = False
         self.usual_step_s = 0.1
+        self._newest_s: deque[float] = deque(maxlen=NUM_NEWEST_STEPS)
+        self._total_step_s = 0.0
 
-    def step_committed(self, total_step_s: float, num_steps: int) -> None:
-        """Know how long a step usually takes: what `slow` stretches (the mean of this generation, seconds)."""
-        self.usual_step_s = total_step_s / max(1, num_steps)
+    def step_committed(self, total_step_s: float) -> None:
+        """Know how long a step usually takes, which `slow` stretches (median of the newest steps, seconds).
+
+        Not the mean: steps that a fault has held would make the next one longer still. `total_step_s`: of all steps
+        of this generation.
+        """
+        self._newest_s.append(total_step_s - self._total_step_s)
+        self._total_step_s = total_step_s
+        self.usual_step_s = statistics.median(self._newest_s)
 
     def at(self, step: int, point: str) -> None:
         """Fire what is due at `point` of `step` on this rank."""

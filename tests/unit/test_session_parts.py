@@ -13,6 +13,7 @@ from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
+from nvrx_sre.session.injecting import Injector
 from nvrx_sre.session.process import HotSchedule, RankProcess
 from nvrx_sre.session.slots_ahead import SlotsAhead
 from nvrx_sre.session.times import StepTimes
@@ -185,3 +186,23 @@ def test_a_standby_becomes_a_rank_with_the_slots_that_it_has_mapped_ahead() -> N
     assert len(memory_of("nvrx-b")) == 1, "sizes that are not theirs map nothing, and what is dropped is free"
     for slots in (mine, other, newer, taken, anew):
         slots.close()
+
+
+def test_the_usual_step_is_not_one_that_was_held() -> None:
+    """A step that a fault has stretched does not stretch the next `slow` any further."""
+    go = wire.Go(
+        generation=1,
+        world_size=1,
+        store_host="",
+        store_port=0,
+        candidates=[],
+        require_restore=False,
+        passes={},
+        hot_every=1,
+    )
+    injector = Injector(RankProcess(settings(), Control()), go, rank=0)  # type: ignore[arg-type]  # nothing is sent here
+    total_s = 0.0
+    for step_s in (0.4, 0.1, 6.0, 0.1, 0.1):
+        total_s += step_s
+        injector.step_committed(total_s)
+    assert injector.usual_step_s == pytest.approx(0.1)
