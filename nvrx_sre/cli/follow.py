@@ -28,9 +28,10 @@ class RankOutput:
         self._thread = threading.Thread(target=self._follow, name="nvrx-rank-output", daemon=True)
 
     def __enter__(self) -> RankOutput:
-        if self._link.exists():
-            # Output of an earlier start of the run has been shown then.
-            self._offsets[os.path.realpath(self._link)] = self._link.stat().st_size
+        # Output of an earlier start of the run was shown then, and a process of this start may go on with its file.
+        for log in self._link.parent.glob("*.log"):
+            if log.exists():
+                self._offsets[os.path.realpath(log)] = log.stat().st_size
         self._thread.start()
         return self
 

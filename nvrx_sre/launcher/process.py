@@ -34,6 +34,8 @@ class Child:
     role: Role
     channel: wire.Channel
     log: Path
+    log_from_bytes: int = 0
+    """Size of the log before the child: an earlier launcher of the run may have had a child of that name."""
     pid: int = 0
     """0 until it was started."""
     start_ticks: int = 0
@@ -112,7 +114,7 @@ class Child:
     def tail(self) -> str:
         """End of the child's output."""
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            file.seek(max(self.log_from_bytes, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             return file.read().decode(errors="replace")
         return ""
 
@@ -130,4 +132,5 @@ def prepare(number: int, role: Role, log: Path) -> tuple[Child, wire.Channel, in
         theirs.close()
         raise
     ours.socket.setblocking(False)
-    return Child(number=number, role=role, channel=ours, log=log), theirs, output
+    from_bytes = os.fstat(output).st_size
+    return Child(number=number, role=role, channel=ours, log=log, log_from_bytes=from_bytes), theirs, output

@@ -191,8 +191,8 @@ class RecoverySeries(SeriesPart):
 
     def _on_incident_closed(self, record: Record, event: schema.IncidentClosed) -> None:
         self.values.add(catalog.INCIDENTS, 1, event.verdict)
-        self.values.add(catalog.INCIDENTS_DEGRADED, int(event.degraded))
         has_recovered = event.verdict is not Verdict.EXHAUSTED
+        self.values.add(catalog.INCIDENTS_DEGRADED, int(event.degraded and has_recovered))
         outcome = IncidentOutcome.RECOVERED if has_recovered else IncidentOutcome.EXHAUSTED
         self.values.add(catalog.INCIDENT_OUTCOMES, 1, event.fault, outcome)
         if event.outage_s is not None:

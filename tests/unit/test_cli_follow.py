@@ -32,6 +32,22 @@ def test_output_follows_the_rank_to_its_new_process(tmp_path: Path) -> None:
     assert "".join(shown) == "one\ntwo\n"
 
 
+def test_a_log_to_which_the_link_comes_back_is_not_shown_again(tmp_path: Path) -> None:
+    """The earlier start ended with rank 0 in a standby; this start appends to the log of the first process."""
+    directory = RunDirectory(tmp_path)
+    directory.logs.mkdir()
+    first, second = directory.logs / "rank-00000-attempt-0000-1.log", directory.logs / "standby-attempt-0000-4.log"
+    first.write_text("ValueError: since fixed\n")
+    second.write_text("old\n")
+    directory.point_rank_log(0, second)
+    shown: list[str] = []
+    with RankOutput(directory.rank_log(0), shown.append):
+        directory.point_rank_log(0, first)
+        with first.open("a") as file:
+            file.write("new\n")
+    assert "".join(shown) == "new\n"
+
+
 def test_a_missing_log_is_no_error(tmp_path: Path) -> None:
     """Nothing to follow yet is the normal state at a start."""
     shown: list[str] = []

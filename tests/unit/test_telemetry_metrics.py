@@ -12,10 +12,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.events.schema import (
+    Action,
     Cap,
     FaultClass,
     FaultDetected,
     HaltReason,
+    Layer,
     LedgerState,
     Record,
     RestoredFrom,
@@ -185,6 +187,7 @@ def test_values_of_the_fallback_story() -> None:
     assert board.value(catalog.CHECKPOINT_REJECTED, "size") == 1
     assert board.value(catalog.SAVES, "durable", SaveOutcome.COMMITTED) == 2
     assert board.value(catalog.SAVES, "durable", SaveOutcome.REJECTED) == 1
+    assert board.value(catalog.INCIDENTS_DEGRADED) == 1
     assert board.value(catalog.CHECKPOINT_STEP, "durable") == 10
     assert board.value(catalog.CHECKPOINT_CAPTURED, "durable") == pytest.approx(ns(12.4) / 1e9)
     assert board.value(catalog.STEPS, "redone") == 15
@@ -211,6 +214,17 @@ def test_a_crash_loop_shows_while_it_lasts_and_halts() -> None:
     board.apply(story.records[seen:])
     assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.INCURABLE) == 0
     assert board.state() == RunState.STARTING
+
+
+def test_an_exhausted_incident_is_no_degraded_recovery() -> None:
+    """The last attempt began from an older checkpoint, and nothing came of it."""
+    story, begin_s = begin()
+    story.steps(begin_s, 12.4, 1, 10)
+    story.fault(12.5, 12.6, FaultClass.EXCEPTION, 1)
+    story.decide(12.6, Layer.JOB, Action.STOP, exit_code=93, checkpoints_back=1)
+    board = Board(story.records)
+    assert board.value(catalog.INCIDENTS, Verdict.EXHAUSTED) == 1
+    assert board.value(catalog.INCIDENTS_DEGRADED) == 0
 
 
 def test_an_open_incident_is_visible_with_its_age() -> None:
