@@ -20,6 +20,7 @@ from nvrx_sre.faults.plan import FaultKind
 from tests.chaos import failing_launcher, judging
 from tests.chaos.cells import (
     EVERY,
+    HELD_RANK,
     LAUNCHER_KINDS,
     NPROC,
     POINTS,
@@ -159,11 +160,14 @@ def kill(popen: subprocess.Popen[str], run_dir: Path) -> None:
 
 
 def stop_and_continue(popen: subprocess.Popen[str], run_dir: Path) -> None:
-    """SIGSTOP for longer than any deadline, then SIGCONT."""
+    """SIGSTOP for longer than any deadline, then SIGCONT. The rank is stopped as well, so that it stays in the phase."""
+    [rank] = [r.event.pid for r in read(run_dir) if isinstance(r.event, WorkerStarted) and r.rank == HELD_RANK]
     popen.send_signal(signal.SIGSTOP)
+    os.kill(rank, signal.SIGSTOP)
     with pytest.raises(subprocess.TimeoutExpired):
         popen.wait(timeout=STOPPED_S)
     popen.send_signal(signal.SIGCONT)
+    os.kill(rank, signal.SIGCONT)
 
 
 def kill_all(popen: subprocess.Popen[str], run_dir: Path) -> None:
