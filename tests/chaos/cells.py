@@ -43,6 +43,8 @@ HELD_RANK = 0
 """Stands in the phase in which the launcher is struck."""
 HELD = "=25.0x"
 """So many times its usual step: longer than it takes to see it in the journal, shorter than any deadline."""
+SLOWED = "=10.0x"
+"""How slow a slow rank is: a second or so, which must not be taken for a hang."""
 
 EXPECTED: dict[FaultKind, FaultClass | None] = {
     FaultKind.EXCEPTION: FaultClass.EXCEPTION,
@@ -190,7 +192,8 @@ def _strike(kind: FaultKind, phase: str, victim: Victim) -> Strike:
     if victim is Victim.LAUNCHER:
         specs: tuple[str, ...] = (spec_of(FaultKind.SLOW, HELD_RANK, point.step, point.mark, HELD),)
     else:
-        specs = tuple(spec_of(kind, rank, point.step, point.mark) for rank in RANKS[victim])
+        parameter = SLOWED if kind is FaultKind.SLOW else ""
+        specs = tuple(spec_of(kind, rank, point.step, point.mark, parameter) for rank in RANKS[victim])
     return Strike(
         column=phase,
         openers=(opener,) if point.is_in_recovery else (),

@@ -160,7 +160,7 @@ def kill(popen: subprocess.Popen[str], run_dir: Path) -> None:
 
 
 def stop_and_continue(popen: subprocess.Popen[str], run_dir: Path) -> None:
-    """SIGSTOP for longer than any deadline, then SIGCONT. The rank is stopped as well, so that it stays in the phase."""
+    """SIGSTOP for longer than any deadline, then SIGCONT; so is the rank, which thereby stays in the phase."""
     [rank] = [r.event.pid for r in read(run_dir) if isinstance(r.event, WorkerStarted) and r.rank == HELD_RANK]
     popen.send_signal(signal.SIGSTOP)
     os.kill(rank, signal.SIGSTOP)
