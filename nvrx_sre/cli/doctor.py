@@ -162,7 +162,9 @@ def check_slots(state_bytes: int | None, run_dir: Path) -> Finding:
     ranks_bytes = [state_bytes] if state_bytes is not None else _rank_state_bytes(run_dir)
     if not ranks_bytes:
         return Finding(
-            name="slots", status=Status.OK, detail="size not known: give --state-bytes, or --run-dir of a run"
+            name="slots",
+            status=Status.OK,
+            detail=f"size not known: no checkpoint in {run_dir}; give --state-bytes, or --run-dir of a run with one",
         )
     wanted_bytes = sum(total_size_bytes(NUM_SLOTS, size_bytes, SMALL_STATE_BYTES) for size_bytes in ranks_bytes)
     detail = f"{NUM_SLOTS} slots of {bytes_text(sum(ranks_bytes))} of state are {bytes_text(wanted_bytes)} of memory"

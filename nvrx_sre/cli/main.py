@@ -40,6 +40,8 @@ COMMANDS: dict[str, str] = {
     "simulate": "nvrx_sre.cli.simulate:command",
 }
 """Command -> `module:attribute`. One file a command group."""
+FILE_KEY = "nvrx_sre.config_file"
+"""Where a command notes the file from which its options' defaults come."""
 
 
 class LazyGroup(click.Group):
@@ -111,8 +113,13 @@ def _report(error: BaseException, *, show_traceback: bool) -> int:
 def _usage_line(error: click.ClickException) -> str:
     """click's message, with the command whose help says more."""
     context = getattr(error, "ctx", None)
-    hint = f" (see '{context.command_path} --help')" if context is not None else ""
-    return f"{error.format_message()}{hint}"
+    if context is None:
+        return error.format_message()
+    parameter = error.param if isinstance(error, click.BadParameter) else None
+    source = context.get_parameter_source(str(parameter.name)) if parameter is not None else None
+    is_of_file = source is click.core.ParameterSource.DEFAULT_MAP
+    place = f"{context.meta[FILE_KEY]}: " if is_of_file else ""
+    return f"{place}{error.format_message()} (see '{context.command_path} --help')"
 
 
 def _say(message: str) -> None:

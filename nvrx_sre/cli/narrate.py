@@ -42,6 +42,11 @@ def rank_text(rank: int | None) -> str:
     return "unknown rank" if rank is None else f"rank {rank}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def duration_text(value_s: float | None) -> str:
     """A duration for people: `3 ms`, `0.214 s`, `12.3 s`; `-` for none."""
     if value_s is None:
@@ -67,7 +72,7 @@ def _run_started(record: Record, event: schema.RunStarted) -> Line:
     saves = f"{hot}, durable every {event.save_every_steps}"
     drain_s = event.limits.get("deadlines.preemption_drain_s")
     grace = "" if drain_s is None else f", {drain_s:g} s to save at a termination signal"
-    return Line(f"run {record.run} ({how}): {event.nproc} ranks, {saves}{grace}", PLAIN)
+    return Line(f"run {record.run} ({how}): {counted(event.nproc, 'rank')}, {saves}{grace}", PLAIN)
 
 
 def _launcher_started(record: Record, event: schema.LauncherStarted) -> Line:
@@ -76,7 +81,7 @@ def _launcher_started(record: Record, event: schema.LauncherStarted) -> Line:
 
 def _generation_formed(record: Record, event: schema.GenerationFormed) -> Line:
     took = duration_text(seconds(record.time_ns - event.go_ns))
-    return Line(f"generation {record.generation}: {event.world_size} ranks formed in {took}", FAINT)
+    return Line(f"generation {record.generation}: {counted(event.world_size, 'rank')} formed in {took}", FAINT)
 
 
 def _fault_injected(record: Record, event: schema.FaultInjected) -> Line:
@@ -158,12 +163,11 @@ def _state_restored(record: Record, event: schema.StateRestored) -> Line:
 
 def _incident_closed(record: Record, event: schema.IncidentClosed) -> Line:
     degraded = ", degraded" if event.degraded else ""
-    attempts = "1 attempt" if event.attempts == 1 else f"{event.attempts} attempts"
     good = event.verdict is schema.Verdict.RECOVERED
     return Line(
         f"{event.verdict}{degraded}: {event.fault} on {rank_text(record.rank)} at step {event.step}, "
-        f"layer {event.layer}, {attempts}, outage {duration_text(event.outage_s)} "
-        f"(detection {duration_text(event.detection_s)}), rolled back {event.rollback_steps} steps",
+        f"layer {event.layer}, {counted(event.attempts, 'attempt')}, outage {duration_text(event.outage_s)} "
+        f"(detection {duration_text(event.detection_s)}), rolled back {counted(event.rollback_steps, 'step')}",
         GOOD if good else BAD,
     )
 

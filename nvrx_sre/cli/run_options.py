@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from nvrx_sre.cli import config_file
+from nvrx_sre.cli.main import FILE_KEY
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.ids import check_run_name, run_name_from
 from nvrx_sre.core.limits import Limits
@@ -69,6 +70,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, value: Path | None) -> 
         loaded = config_file.load(value, [str(parameter.name) for parameter in ctx.command.params])
         ctx.default_map = {**(ctx.default_map or {}), **loaded.options}
         ctx.meta[LIMITS_KEY] = loaded.limits
+        ctx.meta[FILE_KEY] = str(value)
     return value
 
 

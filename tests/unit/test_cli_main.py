@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import click
 import pytest
@@ -61,6 +62,14 @@ def test_the_traceback_is_there_for_who_asks(failing: list[BaseException], capsy
     failing.append(ZeroDivisionError("ours"))
     assert entry.main(["--traceback", "doctor"]) == ExitCode.INTERNAL
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_value_of_a_file_is_refused_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody typed `--steps`: the line says where it stands."""
+    file = tmp_path / "run.toml"
+    file.write_text('[train]\nsteps = "x"\n')
+    assert entry.main(["train", "--config", str(file)]) == ExitCode.USAGE
+    assert f"nvrx-sre: {file}: Invalid value for '--steps'" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
