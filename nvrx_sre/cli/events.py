@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from nvrx_sre.cli.halt import existing_journal
-from nvrx_sre.cli.narrate import narrate, rank_text
+from nvrx_sre.cli.narrate import counted, narrate, rank_text
 from nvrx_sre.cli.serving import stop_signals
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode, UsageError
@@ -112,8 +112,8 @@ def _print_replay(value: dict[str, Any]) -> None:
     for row in value["incidents"]:
         click.echo(
             f"incident {row['incident']}: {row['fault']} on {rank_text(row['rank'])} at step {row['step']}, "
-            f"{row['verdict']}, {row['attempts']} attempts, "
-            f"rolled back {row['rollback_steps']} steps, trace {row['trace_id']}"
+            f"{row['verdict']}, {counted(row['attempts'], 'attempt')}, "
+            f"rolled back {counted(row['rollback_steps'], 'step')}, trace {row['trace_id']}"
         )
     for name, count in value["counters"].items():
         if count and "_bucket{" not in name:
