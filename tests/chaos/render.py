@@ -37,8 +37,9 @@ MATRIX_TEXT = """
 Rendezvous, restore, teardown and the first step are those of a recovery from an exception on another rank, so that here
 the fault strikes a generation that is being formed; the others strike a run that is well. An exception like the one
 before it, at the same step of the same function, counts as the same one, whatever rank raises it: its second cure is a
-new process. What strikes the launcher strikes while rank 0 stands in the phase. Its `oom_kill` ends all its children in
-the same instant, as the kernel does with a container.
+new process. Two ranks that raise may do so in one attempt, or the second in the next one; that is chance, and differs
+from run to run. What strikes the launcher strikes while rank 0 stands in the phase. Its `oom_kill` ends all its
+children in the same instant, as the kernel does with a container.
 
 """
 SECOND_TEXT = """
