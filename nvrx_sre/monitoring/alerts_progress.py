@@ -195,7 +195,9 @@ def _run_stalled(read: Readings) -> AlertRule:
     entered = read.of(catalog.PHASE_ENTERED, phase=STEADY_PHASES)
     phase, on_phase = read.of(catalog.PHASE_DEADLINE, phase=STEADY_PHASES), read.on_keys("phase")
     current = f"{entered} == {read.on} group_left () max {read.by} ({read.of(catalog.PHASE_ENTERED)})"
-    stepping = f"(time() - {read.of(catalog.LAST_STEP)}) <= {read.on} {ratio} * {_step_deadline(read)}"
+    # As of the launcher's own time in that scrape: a scrape that is old, or missing, must not make steps look late.
+    age = f"{read.of(catalog.LAUNCHER_LOOP)} - {read.on} {read.of(catalog.LAST_STEP)}"
+    stepping = f"({age}) <= {read.on} {ratio} * {_step_deadline(read)}"
     return AlertRule(
         name="NvrxRunStalled",
         verdict="stalled: no step and no fault",

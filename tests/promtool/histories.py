@@ -279,6 +279,7 @@ def stalls(v: Values) -> list[Run]:
             levels={(entered, "data"): jump(601, 0, 601), (catalog.PHASE_DEADLINE.name, "data"): 300},
         ),
         Run("not-stalled-yet", [*stop, (600 + step - 5, "train")]),
+        Run("steps-between-scrapes", BEGIN, lost=(300, END, 0), levels={(catalog.PHASE_DEADLINE.name, "step"): 5}),
         Run(
             "stalled-in-data",
             stop,
