@@ -6,6 +6,7 @@ Pure: both sides bring their own mapping; nothing here reads the process's envir
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -15,6 +16,9 @@ SETTINGS_VARIABLE = "NVRX_SRE_SETTINGS"
 STACKS_SIGNAL = 40
 """Makes a child write the stacks of all its threads to its log, also while native code holds the interpreter's lock:
 SIGRTMIN + 6 on Linux."""
+LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What a preemption may send to every process of the job. The launcher decides; the fork server ignores them, and is
+started with them blocked, so that none can strike before."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from nvrx_sre.core import processes
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 from nvrx_sre.core.clock import Clock, to_ns
 from nvrx_sre.events import channel as wire
+from nvrx_sre.events.settings import LAUNCHERS_SIGNALS
 
 MODULE = "nvrx_sre.session.forkserver"
 
@@ -185,6 +186,7 @@ class ForkServer:
     def _start(self) -> _Server:
         ours, theirs = wire.create_pair()
         output = None
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHERS_SIGNALS)
         try:
             output = os.open(self._config.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE_MODE)
             popen = subprocess.Popen(
@@ -204,6 +206,7 @@ class ForkServer:
             ours.close()
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
             if output is not None:
                 os.close(output)

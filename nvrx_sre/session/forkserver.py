@@ -29,6 +29,7 @@ from nvrx_sre.core import processes
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Role
+from nvrx_sre.events.settings import LAUNCHERS_SIGNALS
 from nvrx_sre.session.environment import enter, take_channel
 
 PRELOADED = (
@@ -48,8 +49,6 @@ PRELOADED = (
 )
 """What children need before they are ready, and what is slow to import or is first needed inside a recovery: `debug`
 clears sharding caches, `loading` follows tracked loaders, an optimizer's first step imports Dynamo."""
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What a preemption may send to every process of the job: the launcher decides."""
 PID_BYTES = 8
 
 
@@ -156,8 +155,9 @@ def main(arguments: list[str]) -> int:
     processes.set_name("nvrx-forkserver")
     if not processes.die_with(int(arguments[0])):
         return ExitCode.RETRYABLE
-    for number in IGNORED:
+    for number in LAUNCHERS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LAUNCHERS_SIGNALS)
     channel = take_channel()
     preload()
     serve(channel)
