@@ -41,7 +41,7 @@ PAGE_BYTES = 4096
 NONE = -1
 """`sealed_step` before the first seal and `held_slot` while the writer holds none."""
 
-_MADV_POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23
 """linux/mman.h, since 5.14; `mmap` has no name for it."""
 _CONTROL = struct.Struct("<8sIIQQ")
 _SEALED_WORD = 32 // 8
@@ -272,7 +272,7 @@ class SlotFile:
 
     def _populate(self) -> None:
         try:
-            self._mapping.madvise(_MADV_POPULATE_WRITE)
+            self._mapping.madvise(MADV_POPULATE_WRITE)
         except OSError as error:
             # Kernels before 5.14 do not know the advice; fallocate has the pages in the page cache already.
             if error.errno != errno.EINVAL:

@@ -22,11 +22,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nvrx_sre.checkpoint import tracked as tracking
+from nvrx_sre.checkpoint.slots import MADV_POPULATE_WRITE
 
 KEPT_BYTES_MIN = 128 * 1024
 """Smaller blocks do not come from the kernel one by one: M_MMAP_THRESHOLD of mallopt(3)."""
-_MADV_POPULATE_WRITE = 23
-"""linux/mman.h, since 5.14."""
 _OURS = 1
 """Use count of a storage that only our own reference holds."""
 _LIBC = ctypes.CDLL(None)
@@ -93,4 +92,4 @@ def _fetch(local: torch.Tensor) -> None:
     """Have the kernel map all pages at once: cheaper than at each one's first touch, where they come otherwise."""
     first = -(-local.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (local.data_ptr() + local.numel() * local.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
-    _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_POPULATE_WRITE)
+    _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_POPULATE_WRITE)

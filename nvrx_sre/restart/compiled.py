@@ -5,7 +5,8 @@ beside the old until dynamo's recompile limit turns a run that restarts often in
 What inductor made lies in its cache on disk (`TORCHINDUCTOR_CACHE_DIR`), which all ranks and standbys of a node
 share, so that the next generation finds it there.
 
-The private names are those of torch 2.11 to 2.13. Main thread only, after the training function has left.
+The private names are those of torch 2.13; where the counter is missing, every generation is reset. Main thread only,
+after the training function has left.
 """
 
 from __future__ import annotations

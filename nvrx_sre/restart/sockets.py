@@ -8,7 +8,7 @@ appear outside a window and are therefore refused by `session`.
 Only the receiving side is shut down, and a duplicate keeps the connection itself until every rank has left (`release`).
 Gloo notices the end of what it reads in its own thread and frees whoever waits. A *send* that finds its socket gone,
 because it was shut down here or closed by a peer that is a moment ahead, frees nobody: gloo queues it behind the
-error it has just told, and it waits for the group's timeout (seen with 4 ranks: one exception in eleven).
+error it has just told, and it waits for the group's timeout (docs/benchmarks/recovery.md).
 
 Thread safety: `window` and `release` run in the main thread; `cut` may run at any time in another one, but for the time
 of `release`.
