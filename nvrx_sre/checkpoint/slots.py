@@ -18,7 +18,6 @@ Thread safety: none. Must not: import torch, block, touch pages for the first ti
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import struct
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from nvrx_sre.checkpoint import pages
 from nvrx_sre.checkpoint.memory import check_room
 from nvrx_sre.core.errors import StorageError, UserError
 
@@ -41,8 +41,6 @@ PAGE_BYTES = 4096
 NONE = -1
 """`sealed_step` before the first seal and `held_slot` while the writer holds none."""
 
-MADV_POPULATE_WRITE = 23
-"""linux/mman.h, since 5.14; `mmap` has no name for it."""
 _CONTROL = struct.Struct("<8sIIQQ")
 _SEALED_WORD = 32 // 8
 _HELD_WORD = 40 // 8
@@ -104,7 +102,8 @@ class SlotFile:
             os.ftruncate(fd, total_bytes)
             os.posix_fallocate(fd, 0, total_bytes)
             slots = cls(fd, num_slots, data_bytes, blob_bytes, mmap.mmap(fd, total_bytes))
-            slots._populate()
+            # Where the kernel cannot map them at once, fallocate has the pages in the page cache already.
+            pages.fetch_mapping(slots._mapping)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise StorageError(f"cannot get {total_bytes} bytes of shared memory for hot slots: {error}") from error
@@ -125,7 +124,7 @@ class SlotFile:
         if os.fstat(fd).st_size != total_bytes:
             raise UserError(f"slots have {os.fstat(fd).st_size} bytes where {total_bytes} were announced")
         try:
-            mapping = mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            mapping = _map_all(fd, total_bytes)
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot map {total_bytes} bytes of hot slots: {error}") from error
         slots = cls(fd, num_slots, data_bytes, blob_bytes, mapping)
@@ -270,14 +269,6 @@ class SlotFile:
             raise IndexError(f"slot {slot} of {self.num_slots}")
         return PAGE_BYTES + slot * (PAGE_BYTES + self.data_bytes + self.blob_bytes)
 
-    def _populate(self) -> None:
-        try:
-            self._mapping.madvise(MADV_POPULATE_WRITE)
-        except OSError as error:
-            # Kernels before 5.14 do not know the advice; fallocate has the pages in the page cache already.
-            if error.errno != errno.EINVAL:
-                raise
-
 
 def choose_slot(
     headers: Sequence[SlotHeader | None],
@@ -317,6 +308,15 @@ def _round_up(size_bytes: int) -> int:
 def total_size_bytes(num_slots: int, data_bytes: int, blob_bytes: int) -> int:
     """Memory of one rank's slots, control and header pages included."""
     return PAGE_BYTES + num_slots * (PAGE_BYTES + _round_up(data_bytes) + _round_up(blob_bytes))
+
+
+def _map_all(fd: int, total_bytes: int) -> mmap.mmap:
+    """Mapping with every page mapped; without the interpreter's lock where the kernel knows how."""
+    mapping = mmap.mmap(fd, total_bytes)
+    if pages.fetch_mapping(mapping):
+        return mapping
+    mapping.close()
+    return mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def _num_slots_in(fd: int) -> int:

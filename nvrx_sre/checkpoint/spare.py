@@ -13,22 +13,19 @@ Thread safety: main thread of the rank, between two generations. Must not: look 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import sys
 from collections.abc import Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from nvrx_sre.checkpoint import pages
 from nvrx_sre.checkpoint import tracked as tracking
-from nvrx_sre.checkpoint.slots import MADV_POPULATE_WRITE
 
 KEPT_BYTES_MIN = 128 * 1024
 """Smaller blocks do not come from the kernel one by one: M_MMAP_THRESHOLD of mallopt(3)."""
 _OURS = 1
 """Use count of a storage that only our own reference holds."""
-_LIBC = ctypes.CDLL(None)
 
 
 class Spare:
@@ -53,7 +50,7 @@ class Spare:
             return
         storage = self._take(local.numel() * local.element_size())
         if storage is None:
-            _fetch(local)
+            pages.fetch(local.data_ptr(), local.numel() * local.element_size())
         else:
             local.set_(storage, 0, local.shape, local.stride())
 
@@ -86,10 +83,3 @@ def _host_part(tensor: torch.Tensor) -> torch.Tensor | None:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_plain = type(local) is torch.Tensor and local.is_cpu and local.is_contiguous()
     return local if is_plain and local.numel() * local.element_size() >= KEPT_BYTES_MIN else None
-
-
-def _fetch(local: torch.Tensor) -> None:
-    """Have the kernel map all pages at once: cheaper than at each one's first touch, where they come otherwise."""
-    first = -(-local.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (local.data_ptr() + local.numel() * local.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
-    _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_POPULATE_WRITE)

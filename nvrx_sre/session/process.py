@@ -1,14 +1,17 @@
 """What outlives a generation inside a rank's process: settings, control, hot slots.
 
+Slots are asked for once the state is known and mapped by the monitor thread, so that the first capture finds them.
+
 One per process, set by `bootstrap` before user code runs; absent when a script runs without a launcher.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 
 from nvrx_sre.checkpoint.slots import SlotFile
-from nvrx_sre.core.errors import InternalError
+from nvrx_sre.core.errors import InternalError, StorageError, UserError
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
@@ -47,22 +50,21 @@ class RankProcess:
         self.knows_no_hot_tier = False
         """It was said that this run has none."""
         self._granted = threading.Condition()
-        self._grant: tuple[int, int, int] | None = None
+        self._grant: SlotFile | UserError | StorageError | None = None
+        """Answer to the newest request, until the main thread takes it."""
+        self._asked: tuple[int, int, int] | None = None
+        """Generation and sizes of the newest request, until its answer was taken."""
         self._ahead = SlotsAhead()
         control.on_slots = self._on_slots
         control.on_map = self._ahead.map
         control.on_dropped = self._ahead.drop
         control.on_interval = lambda message: self.hot_schedule.change(message.every, message.from_step)
 
-    def map_slots(self, descriptor: int, data_bytes: int, blob_bytes: int) -> SlotFile:
-        """Map the rank's memfd, replacing an earlier mapping."""
-        if self.slots is not None:
-            self.slots.close()
-        self.slots = SlotFile.map(descriptor, data_bytes, blob_bytes)
-        return self.slots
-
     def take_slots(self, assign: wire.Assign, descriptor: int | None) -> None:
         """Map the slots that come with a rank; without a descriptor it has none, and a mapping of before is dropped."""
+        with self._granted:
+            self._asked = None
+            self._put_grant(None)
         if self.slots is not None:
             self.slots.close()
             self.slots = None
@@ -71,30 +73,64 @@ class RankProcess:
         else:
             self.slots = self._ahead.take(assign.rank, descriptor, assign.slot_data_bytes, assign.slot_blob_bytes)
 
-    def slots_for(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> SlotFile:
-        """Slots that hold at least these sizes; blocks until the launcher grants them if there are none."""
-        slots = self.slots
-        if slots is not None and slots.data_bytes >= data_bytes and slots.blob_bytes >= blob_bytes:
-            return slots
+    def ask_slots(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> None:
+        """Have slots of at least these sizes made and mapped, unless they are there or on their way. Does not wait."""
+        asked = (generation, data_bytes, blob_bytes)
+        if _fits(self.slots, data_bytes, blob_bytes) or self._asked == asked:
+            return
         with self._granted:
-            self._grant = None
+            self._asked = asked
+            self._put_grant(None)
         self.control.send(
             wire.SlotsWanted(
                 generation=generation, layout_hash=layout_hash, data_bytes=data_bytes, blob_bytes=blob_bytes
             )
         )
-        return self.map_slots(*self._wait_grant())
 
-    def _wait_grant(self) -> tuple[int, int, int]:
+    def slots_for(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> SlotFile:
+        """Slots that hold at least these sizes; blocks until the launcher has granted them.
+
+        Raises `UserError` or `StorageError` if they cannot be mapped.
+        """
+        if self.slots is None or not _fits(self.slots, data_bytes, blob_bytes):
+            self.ask_slots(generation, layout_hash, data_bytes, blob_bytes)
+            granted = self._take_grant(data_bytes, blob_bytes)
+            if self.slots is not None:
+                self.slots.close()
+            self.slots = granted
+        return self.slots
+
+    def _take_grant(self, data_bytes: int, blob_bytes: int) -> SlotFile:
         with self._granted:
-            while self._grant is None:
+            while not isinstance(self._grant, Exception) and not _fits(self._grant, data_bytes, blob_bytes):
                 self._granted.wait()
-            return self._grant
+            granted, self._grant, self._asked = self._grant, None, None
+        if isinstance(granted, SlotFile):
+            return granted
+        assert granted is not None  # what fits or is an error is something
+        raise granted
 
     def _on_slots(self, message: wire.SlotsGranted, descriptor: int) -> None:
+        """In the monitor thread: map them here, so that no step waits for it. Blocks for the page tables."""
+        granted: SlotFile | UserError | StorageError
+        try:
+            granted = SlotFile.map(descriptor, message.data_bytes, message.blob_bytes)
+        except (UserError, StorageError) as error:
+            os.close(descriptor)
+            granted = error
         with self._granted:
-            self._grant = (descriptor, message.data_bytes, message.blob_bytes)
+            self._put_grant(granted)
             self._granted.notify_all()
+
+    def _put_grant(self, granted: SlotFile | UserError | StorageError | None) -> None:
+        """Replace the answer; slots that nobody took are unmapped."""
+        if isinstance(self._grant, SlotFile):
+            self._grant.close()
+        self._grant = granted
+
+
+def _fits(slots: SlotFile | None, data_bytes: int, blob_bytes: int) -> bool:
+    return slots is not None and slots.data_bytes >= data_bytes and slots.blob_bytes >= blob_bytes
 
 
 _current: RankProcess | None = None

@@ -51,6 +51,7 @@ class HotSaver:
         """Newest step that a slot holds or is taking."""
         self._save_requested = False
         self._is_overlapped = True
+        self._has_prepared = False
         self._waited_ns = 0
         self._copied: Future[None] | None = None
         self._sealed: Future[None] | None = None
@@ -73,6 +74,7 @@ class HotSaver:
         """Begin to capture `step` if it is due. Blocks for what cannot be copied later."""
         durable = self.is_durable_due(step)
         if not durable and not self._process.hot_schedule.is_due(step):
+            self._prepare_slots()
             return Captured(slot=-1, durable=False)
         slot = self._capture(step, durable)
         # A due save that found no free slot is made up for at the next boundary.
@@ -107,9 +109,7 @@ class HotSaver:
 
     def _capture(self, step: int, durable: bool) -> int:
         self._wait_sealed()
-        self._capturer.refresh()
-        data_bytes, blob_bytes = self._capturer.required_bytes()
-        slots = self._process.slots_for(self._generation, self._capturer.layout_hash, data_bytes, blob_bytes)
+        slots = self._process.slots_for(self._generation, *self._needs())
         slot = self._free_slot(slots, step)
         if slot is None:
             self.num_skipped += 1
@@ -118,6 +118,17 @@ class HotSaver:
         self._newest = step
         self._start(slots, slot, step, durable)
         return slot
+
+    def _needs(self) -> tuple[str, int, int]:
+        """Layout and sizes of the state as it is now."""
+        self._capturer.refresh()
+        return self._capturer.layout_hash, *self._capturer.required_bytes()
+
+    def _prepare_slots(self) -> None:
+        """Have the first slots made while training goes on: a second a gigabyte that no capture waits for then."""
+        if self._process.slots is None and not self._has_prepared:
+            self._has_prepared = True
+            self._process.ask_slots(self._generation, *self._needs())
 
     def _free_slot(self, slots: SlotFile, step: int) -> int | None:
         return slots.free_slot(step, generation=self._generation, restored_step=self._restored_step)

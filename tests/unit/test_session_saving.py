@@ -31,6 +31,8 @@ class Rank:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.position = {"sample": 0}
         self.told: list[wire.Sealed] = []
+        self.asked: list[tuple[int, int]] = []
+        self.wanted: list[tuple[int, int]] = []
         self.has_room = True
         self.clock = ManualClock()
         self.slots: SlotFile | None = None
@@ -41,6 +43,9 @@ class Rank:
             slots=None,
             hot_schedule=HotSchedule(hot_every),
             slots_for=self._slots_for,
+            ask_slots=lambda generation, layout_hash, data_bytes, blob_bytes: self.asked.append(
+                (data_bytes, blob_bytes)
+            ),
             control=SimpleNamespace(
                 clock=self.clock,
                 channel=SimpleNamespace(send_nowait=self._send_nowait),
@@ -75,6 +80,7 @@ class Rank:
             self.slots.close()
 
     def _slots_for(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> Any:
+        self.wanted.append((data_bytes, blob_bytes))
         if self.is_full:
             return SimpleNamespace(free_slot=lambda *_, **__: None)
         if self.slots is None or self.slots.data_bytes < data_bytes:
@@ -258,6 +264,18 @@ def test_the_last_step_waits_for_the_slot_that_the_writer_reads() -> None:
     assert rank.saver.at_boundary(3).slot == -1
     rank.saver.finish(3)
     assert (rank.told[-1].step, rank.told[-1].slot) == (3, 0)
+    rank.close()
+
+
+def test_slots_are_asked_for_before_the_first_capture_needs_them() -> None:
+    """At the first boundary without a capture, once, in the size that the capture will want."""
+    rank = Rank(hot_every=3)
+    rank.step()
+    rank.saver.at_boundary(1)
+    rank.saver.at_boundary(2)
+    assert len(rank.asked) == 1 and rank.slots is None
+    rank.saver.at_boundary(3)
+    assert rank.slots is not None and rank.asked == rank.wanted
     rank.close()
 
 

@@ -1,0 +1,125 @@
+"""Slots that a rank asks for ahead: who waits, what becomes of answers that nobody wants any more."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.core.errors import UserError
+from nvrx_sre.events import channel as wire
+from nvrx_sre.session.process import RankProcess
+
+LIMIT_S = 30.0
+SMALL, LARGE = (8192, 4096), (65536, 4096)
+
+
+class Launcher:
+    """Makes slots when a test says so. `asked`: the requests, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[wire.SlotsWanted] = []
+        self.made: list[SlotFile] = []
+        self.heard = threading.Event()
+        control: Any = SimpleNamespace(send=self._send)
+        self.process = RankProcess(SimpleNamespace(), control)  # type: ignore[arg-type]  # settings are not looked at
+        self._grant = control.on_slots
+
+    def _send(self, message: wire.SlotsWanted) -> None:
+        self.asked.append(message)
+        self.heard.set()
+
+    def grant(self, sizes: tuple[int, int]) -> SlotFile:
+        """Answer as the monitor thread would hear it."""
+        made = SlotFile.create(*sizes, name="nvrx-test")
+        self.made.append(made)
+        self._grant(wire.SlotsGranted(data_bytes=sizes[0], blob_bytes=sizes[1]), os.dup(made.fd))
+        return made
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    """A launcher with one rank's process; descriptors are counted."""
+    before = len(os.listdir("/proc/self/fd"))
+    made = Launcher()
+    yield made
+    for slots in [*made.made, *filter(None, [made.process.slots])]:
+        slots.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def is_same(slots: SlotFile, made: SlotFile) -> bool:
+    """Both are over the same memory."""
+    return os.path.samestat(os.fstat(slots.fd), os.fstat(made.fd))
+
+
+def test_slots_that_are_there_when_they_are_needed_cost_no_wait(launcher: Launcher) -> None:
+    """Asked for once, mapped when they were made, taken without another word."""
+    launcher.process.ask_slots(1, "h", *SMALL)
+    launcher.process.ask_slots(1, "h", *SMALL)
+    made = launcher.grant(SMALL)
+    assert is_same(launcher.process.slots_for(1, "h", *SMALL), made)
+    assert [(item.data_bytes, item.generation) for item in launcher.asked] == [(SMALL[0], 1)]
+    launcher.process.ask_slots(2, "h", *SMALL)
+    assert len(launcher.asked) == 1
+
+
+def test_whoever_comes_too_early_waits_for_the_answer(launcher: Launcher) -> None:
+    """The request that is on its way is not repeated."""
+    taken: list[SlotFile] = []
+    launcher.process.ask_slots(1, "h", *SMALL)
+    waiting = threading.Thread(target=lambda: taken.append(launcher.process.slots_for(1, "h", *SMALL)))
+    waiting.start()
+    made = launcher.grant(SMALL)
+    waiting.join(LIMIT_S)
+    assert is_same(taken[0], made) and len(launcher.asked) == 1
+
+
+def test_slots_for_less_are_given_back_when_the_state_has_grown(launcher: Launcher) -> None:
+    """State that came into being after the request: another request, and the answer to the first is not taken."""
+    launcher.process.ask_slots(1, "h", *SMALL)
+    launcher.grant(SMALL)
+    launcher.heard.clear()
+    taken: list[SlotFile] = []
+    waiting = threading.Thread(target=lambda: taken.append(launcher.process.slots_for(1, "h", *LARGE)))
+    waiting.start()
+    assert launcher.heard.wait(LIMIT_S)
+    launcher.grant(SMALL)  # the launcher's answer to the first request may even come twice
+    made = launcher.grant(LARGE)
+    waiting.join(LIMIT_S)
+    assert is_same(taken[0], made) and [item.data_bytes for item in launcher.asked] == [SMALL[0], LARGE[0]]
+
+
+def test_the_next_generation_asks_anew(launcher: Launcher) -> None:
+    """A request whose generation ended may never have been answered."""
+    launcher.process.ask_slots(1, "h", *SMALL)
+    launcher.process.ask_slots(2, "h", *SMALL)
+    assert [item.generation for item in launcher.asked] == [1, 2]
+    launcher.grant(SMALL)
+    made = launcher.grant(SMALL)
+    assert is_same(launcher.process.slots_for(2, "h", *SMALL), made)
+
+
+def test_slots_of_the_old_rank_are_not_taken_by_the_new_one(launcher: Launcher) -> None:
+    """Another world, another rank: what was granted before belongs to somebody else now."""
+    launcher.process.ask_slots(1, "h", *SMALL)
+    launcher.grant(SMALL)
+    launcher.process.take_slots(SimpleNamespace(rank=1), None)  # type: ignore[arg-type]  # only the rank is looked at
+    launcher.process.ask_slots(1, "h", *SMALL)
+    made = launcher.grant(SMALL)
+    assert len(launcher.asked) == 2 and is_same(launcher.process.slots_for(1, "h", *SMALL), made)
+
+
+def test_slots_that_cannot_be_mapped_are_reported_where_they_are_needed(launcher: Launcher) -> None:
+    """The monitor thread goes on; the training thread gets the reason."""
+    launcher.process.ask_slots(1, "h", *LARGE)
+    made = SlotFile.create(*SMALL, name="nvrx-test")
+    launcher.made.append(made)
+    launcher._grant(wire.SlotsGranted(data_bytes=LARGE[0], blob_bytes=LARGE[1]), os.dup(made.fd))
+    with pytest.raises(UserError, match="were announced"):
+        launcher.process.slots_for(1, "h", *LARGE)
