@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from nvrx_sre.restart.ended_groups import EndedGroups
 from nvrx_sre.restart.sockets import GroupSockets
 
 GroupKey = tuple[int, int, tuple[int, ...], str]
@@ -37,6 +38,7 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self.sockets = GroupSockets()
+        self._ended = EndedGroups()
         self._groups: list[dist.ProcessGroup] = []
         self._meshes: list[weakref.ref[DeviceMesh]] = []
         self._formed: list[GroupKey] = []
@@ -53,8 +55,12 @@ class ProcessGroups:
         self.sockets.cut()
 
     def clear(self) -> None:
-        """Forget the generation in torch as well. Main thread only, after the training function has left."""
-        self._groups.clear()
+        """Forget the generation in torch as well. Main thread only, after the training function has left.
+
+        Its groups are freed by `let_go`.
+        """
+        self._ended.add(self._groups)
+        self._groups = []
         if c10d.GroupMember.WORLD is not None:
             with contextlib.suppress(RuntimeError):
                 c10d._abort_process_group()
@@ -63,6 +69,13 @@ class ProcessGroups:
         self.sockets.clear()
         self._formed = []
         self._release_meshes()
+
+    def let_go(self) -> str:
+        """Free the groups of what was cleared, beside this thread; '' or why this process is unfit for another.
+
+        After the collection that finds what else holds them: the last reference ends them, and that takes a while.
+        """
+        return self._ended.let_go()
 
     def _wrap_group_constructor(self) -> None:
         original = c10d._new_process_group_helper

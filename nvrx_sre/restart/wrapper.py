@@ -22,7 +22,7 @@ from typing import Any
 from nvrx_sre.core.errors import Interrupted
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Phase
-from nvrx_sre.restart import abort, compiled, health, torch_errors
+from nvrx_sre.restart import abort, compiled, flight_recorder, health, torch_errors
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.restart.leftovers import Leftovers
 
@@ -60,6 +60,7 @@ class Restarter:
         self.groups = groups
         self.leftovers = Leftovers()
         control.groups = groups
+        control.on_interrupt = self._keep_trace
 
     def run(self, first_generation: int, body_for: Callable[[wire.Go], GenerationBody]) -> None:
         """Never returns normally: raises `RestartAborted` when the launcher says leave."""
@@ -115,6 +116,7 @@ class Restarter:
             control.send(wire.Finished(generation=generation, step=control.step, result=body.result(), mono_ns=now_ns))
         elif outcome.fault is not None:
             fault = outcome.fault
+            control.stacks.raised(fault.stack)
             control.send(
                 wire.Fault(
                     generation=generation,
@@ -131,6 +133,12 @@ class Restarter:
             )
             write_to_log(fault)
 
+    def _keep_trace(self, interrupt: wire.Interrupt) -> None:
+        """In the monitor thread: the groups are as the fault left them."""
+        trace = flight_recorder.take(with_entries=interrupt.is_traced)
+        if trace:
+            self.control.stacks.traced(trace)
+
     def _tear_down(self) -> str:
         """Leave the old generation for good; '' or why this process is unfit for another."""
         self.control.enter(Phase.TEARDOWN, tell=False)
@@ -139,4 +147,5 @@ class Restarter:
         compiled.reset()
         reason = self.leftovers.end()
         abort.reset_interpreter_state()
-        return reason or health.process_fitness()
+        stuck = self.groups.let_go()
+        return reason or stuck or health.process_fitness()

@@ -37,4 +37,5 @@ def warm_up(groups: ProcessGroups) -> None:
     del model, optimizer, mesh
     groups.clear()
     gc.collect()
+    groups.let_go()
     gc.freeze()

@@ -1,0 +1,81 @@
+"""Groups of a generation that is over: freed beside the main thread, and a process that cannot free them is replaced."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+from nvrx_sre.restart.ended_groups import EndedGroups
+
+
+class SlowToEnd:
+    """Stands for a group whose threads end when they are told to."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.has_ended = threading.Event()
+        self.ended_in: list[threading.Thread] = []
+
+    def group(self) -> Any:
+        """The only reference to it is the caller's."""
+        return _Group(self)
+
+
+class _Group:
+    def __init__(self, owner: SlowToEnd) -> None:
+        self._owner = owner
+
+    def __del__(self) -> None:
+        self._owner.may_end.wait()
+        self._owner.ended_in.append(threading.current_thread())
+        self._owner.has_ended.set()
+
+
+def test_groups_end_beside_the_main_thread() -> None:
+    """Who lets go of a group does not wait for its end, and the next to let go waits for it."""
+    slow = SlowToEnd()
+    ended = EndedGroups()
+    ended.add([slow.group()])
+    assert ended.let_go() == ""
+    assert not slow.has_ended.is_set()
+    slow.may_end.set()
+    assert slow.has_ended.wait(60)
+    assert slow.ended_in != [threading.current_thread()]
+    assert ended.let_go() == ""
+
+
+def test_a_process_whose_groups_do_not_end_is_unfit() -> None:
+    """They hold threads, sockets and memory; the groups that came after them are not given up."""
+    slow, later = SlowToEnd(), SlowToEnd()
+    later.may_end.set()
+    ended = EndedGroups()
+    ended.add([slow.group()])
+    ended.let_go()
+    ended.add([later.group()])
+    assert "do not end" in ended.let_go()
+    assert not later.has_ended.is_set()
+    slow.may_end.set()
+    assert slow.has_ended.wait(60)
+    assert ended.let_go() == ""
+    assert later.has_ended.wait(60)
+
+
+def test_a_gloo_group_that_was_let_go_leaves_no_thread() -> None:
+    """The last reference is dropped here, so the group's own threads have ended when this one has."""
+    before = native_threads()
+    groups: list[Any] = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1)]
+    made = native_threads() - before
+    ended = EndedGroups()
+    ended.add(groups)
+    del groups
+    ended.let_go()
+    ended.let_go()
+    assert made and not made & native_threads()
+
+
+def native_threads() -> set[str]:
+    """Of this process."""
+    return set(os.listdir("/proc/self/task"))
