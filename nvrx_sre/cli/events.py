@@ -23,9 +23,10 @@ from nvrx_sre.core.errors import ExitCode, UsageError
 from nvrx_sre.events.codec import to_dict
 from nvrx_sre.events.journal import JournalReader, read_journal
 from nvrx_sre.events.journal_tail import JournalTail
-from nvrx_sre.events.schema import EVENT_TYPES, LauncherStopped, Record
+from nvrx_sre.events.schema import EVENT_TYPES, IncidentClosed, LauncherStopped, Record
 from nvrx_sre.events.snapshot import fits
 from nvrx_sre.goodput.verdict import FINAL_STATES, run_state_after
+from nvrx_sre.launcher.rundir import RunDirectory, incident_name
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.folded import FoldedRun
 from nvrx_sre.telemetry.logs import event_line, log_fields
@@ -52,7 +53,13 @@ class Filter:
         return of_kind and (not self._ranks or record.rank in self._ranks)
 
 
-def line_of(record: Record) -> str:
+def stacks_of(run_dir: Path, incident: int) -> str:
+    """Where the stacks of an incident lie below the run directory, '' if there are none."""
+    directory = RunDirectory(run_dir).incidents / incident_name(incident)
+    return str(directory.relative_to(run_dir)) if directory.is_dir() else ""
+
+
+def line_of(record: Record, run_dir: Path) -> str:
     """One record for a person: time (UTC), generation, rank, name, and what it says."""
     when = datetime.fromtimestamp(seconds(record.time_ns), UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
     rank = "     -" if record.rank is None else f"rank {record.rank}"
@@ -61,6 +68,8 @@ def line_of(record: Record) -> str:
     if text is None:
         fields = {name: value for name, value in log_fields(record).items() if name not in _STAMP}
         text = " ".join(f"{name}={value}" for name, value in fields.items())
+    stacks = stacks_of(run_dir, record.event.incident) if isinstance(record.event, IncidentClosed) else ""
+    text += f", stacks in {stacks}" if stacks else ""
     return f"{when}Z  g{record.generation:<4} {rank:<8} {type(record.event).__name__:<18} {text}"
 
 
@@ -83,6 +92,7 @@ def replayed(directory: Path, run: str) -> dict[str, Any]:
         "wall_s": summary["wall_s"],
         "goodput": summary["goodput"],
         "incidents": summary["incidents"],
+        "stacks": {row["incident"]: stacks_of(directory.parent, row["incident"]) for row in summary["incidents"]},
         "spans": [span.to_dict() for span in spans],
     }
 
@@ -110,10 +120,12 @@ def _print_replay(value: dict[str, Any]) -> None:
     click.echo(f"wall {value['wall_s']:.1f} s: {shares}")
     click.echo("goodput  " + "  ".join(f"{kind} {ratio:.1%}" for kind, ratio in value["goodput"].items()))
     for row in value["incidents"]:
+        stacks = value["stacks"][row["incident"]]
         click.echo(
             f"incident {row['incident']}: {row['fault']} on {rank_text(row['rank'])} at step {row['step']}, "
             f"{row['verdict']}, {counted(row['attempts'], 'attempt')}, "
             f"rolled back {counted(row['rollback_steps'], 'step')}, trace {row['trace_id']}"
+            + (f", stacks in {stacks}" if stacks else "")
         )
     for name, count in value["counters"].items():
         if count and "_bucket{" not in name:
@@ -160,5 +172,5 @@ def command(
     wanted = Filter(kinds, ranks)
     records = _followed(journal) if follow else read_journal(journal)
     for record in filter(wanted.passes, records):
-        click.echo(json.dumps(to_dict(record)) if as_json else line_of(record))
+        click.echo(json.dumps(to_dict(record)) if as_json else line_of(record, run_dir))
     return ExitCode.FINISHED

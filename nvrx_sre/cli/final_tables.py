@@ -147,6 +147,7 @@ def _print_places(console: Console, run_dir: Path, metrics_url: str) -> None:
         ("journal", run_dir / "journal"),
         ("spans", run_dir / "spans.jsonl"),
         ("logs", run_dir / "logs"),
+        ("stacks", run_dir / "incidents"),
     ]
     for name, path in places:
         if path.exists():

@@ -36,6 +36,15 @@ def is_alive(pid: int, ticks: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
+def is_stopped(pid: int) -> bool:
+    """True if a signal has stopped `pid` (SIGSTOP, a debugger)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
+
 def kill_session(pid: int, ticks: int) -> bool:
     """SIGKILL the process group that `pid` leads, if it is still the process with `ticks`; False if not."""
     if start_ticks(pid) != ticks or ticks == 0:

@@ -14,8 +14,10 @@ from nvrx_sre.core.errors import InternalError
 
 SETTINGS_VARIABLE = "NVRX_SRE_SETTINGS"
 STACKS_SIGNAL = 40
-"""Makes a child write the stacks of all its threads to its log, also while native code holds the interpreter's lock:
-SIGRTMIN + 6 on Linux."""
+"""Makes a child write the stacks of all its threads for its launcher, also while native code holds the interpreter's
+lock: SIGRTMIN + 6 on Linux."""
+TRACE_MARK = "@trace "
+"""Begins the one line of JSON among a child's stacks that is its flight recorder's."""
 LAUNCHERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What a preemption may send to every process of the job. The launcher decides; the fork server ignores them, and is
 started with them blocked, so that none can strike before."""

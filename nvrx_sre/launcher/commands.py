@@ -155,15 +155,16 @@ class OpenGeneration(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class SendInterrupt(Command):
-    """Send `Interrupt` for `generation`."""
+    """Send `Interrupt` for `generation`. `is_traced`: a collective is what the fault is about."""
 
     child: int
     generation: int
+    is_traced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestStacks(Command):
-    """Have the child write the stacks of all its threads to its log; a `Kill` that follows waits for them, bounded."""
+    """Have the child write down the stacks of all its threads; a `Kill` that follows waits for them, bounded."""
 
     child: int
     generation: int
@@ -325,6 +326,13 @@ class TellWriter(Command):
     """Send `message` to the node's writer, if it lives."""
 
     message: Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepStacks(Command):
+    """Keep what the node's ranks have written of their stacks as `incident`'s; 0: drop it."""
+
+    incident: int
 
 
 @dataclass(frozen=True, kw_only=True)

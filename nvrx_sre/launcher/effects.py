@@ -52,6 +52,8 @@ class Effects:
         self.passes: dict[str, int] = {}
         self.await_decision: Callable[[int], object] = lambda _: None
         """Waits, bounded, until the decision that led to a generation is on disk; says so if it is not."""
+        self.incident: Callable[[], int] = lambda: 0
+        """Number of the incident that is open, or that the stop of the run has just closed; 0 if there is none."""
         self._config = config
         self._directory = directory
         self._clock = clock
@@ -66,7 +68,7 @@ class Effects:
             c.Spawn: self._spawn,
             c.AssignRank: self._assign,
             c.OpenGeneration: self._open_generation,
-            c.SendInterrupt: lambda command: self._tell(command.child, wire.Interrupt(generation=command.generation)),
+            c.SendInterrupt: self._interrupt,
             c.RequestStacks: self._to_childs_node,
             c.Kill: self._to_childs_node,
             c.SetHotInterval: self._to_all_nodes,
@@ -153,10 +155,18 @@ class Effects:
         self._rank_of[command.child] = command.rank
         self._to_node(command.node, command)
 
+    def _interrupt(self, command: c.SendInterrupt) -> None:
+        self._tell(command.child, wire.Interrupt(generation=command.generation, is_traced=command.is_traced))
+
+    def _keep_stacks(self) -> None:
+        """Whoever was in the old generation has left it: what they wrote is complete."""
+        self._to_all_nodes(c.KeepStacks(incident=self.incident()))
+
     # --- a generation ---------------------------------------------------------------------------------------
 
     def _open_generation(self, command: c.OpenGeneration) -> None:
         self._directory.check_leads(self._epoch)
+        self._keep_stacks()
         self._generation = command.generation
         self.await_decision(command.generation)
         try:
@@ -257,4 +267,5 @@ class Effects:
         self._put(own_fault(child, self._generation, fault, error, self._clock))
 
     def _stop(self, command: c.Stop) -> None:
+        self._keep_stacks()
         self.stop = command

@@ -90,6 +90,7 @@ def follow(config: RunConfig, nodes: NodesConfig, say: Callable[[str], None]) ->
             _write_where(directory, config, telemetry)
             say(f"joined leader {where} as node {nodes.node_rank} of {nodes.num_nodes}")
             with _Membership(config, directory, clock, signals, found) as membership:
+                membership.node.stacks.boundary = telemetry.boundary
                 parted = membership.serve(telemetry)
             if parted.stop is not None:
                 return FollowerReport(exit_code=parted.stop.exit_code, reason=parted.stop.reason)
@@ -158,13 +159,13 @@ class _Membership:
         self._stop: c.Stop | None = None
         self._ended = ""
         self._selector = selectors.DefaultSelector()
-        self._node = Node(config, directory, clock, self._pass_on)
-        self._node.leader_address = self._link.peer_address
-        self._node.interface = chosen_interface(interface_of(self._link.local_address))
-        self._node.traceparent = lambda: found.answer.traceparent
-        self._readings = NodeReadings(self._node.rank_of)
+        self.node = Node(config, directory, clock, self._pass_on)
+        self.node.leader_address = self._link.peer_address
+        self.node.interface = chosen_interface(interface_of(self._link.local_address))
+        self.node.traceparent = lambda: found.answer.traceparent
+        self._readings = NodeReadings(self.node.rank_of)
         self._next_look_ns = 0
-        self._watch = ChildWatch(self._selector, self._node, clock, self._pass_on)
+        self._watch = ChildWatch(self._selector, self.node, clock, self._pass_on)
         self._selector.register(self._signals, selectors.EVENT_READ, ("signals", None))
         self._selector.register(self._link, selectors.EVENT_READ, ("link", None))
 
@@ -173,7 +174,7 @@ class _Membership:
 
     def __exit__(self, *_: object) -> None:
         self._selector.close()
-        self._node.close()
+        self.node.close()
         self._link.close()
 
     def serve(self, telemetry: FollowerTelemetry) -> _Parted:
@@ -210,10 +211,10 @@ class _Membership:
             return
         self._next_look_ns = now_ns + to_ns(TURN_S)
         node = node_name()
-        devices = {rank: device_id(node, index) for rank, index in self._node.places().items()}
+        devices = {rank: device_id(node, index) for rank, index in self.node.places().items()}
         telemetry.board.set_places(node, devices, pod_name(parent_environment()))
-        slots = self._node.slots.files().values()
-        sampler.tell_ranks(self._readings.of_ranks(self._node.pids()), sum(file.size_bytes for file in slots))
+        slots = self.node.slots.files().values()
+        sampler.tell_ranks(self._readings.of_ranks(self.node.pids()), sum(file.size_bytes for file in slots))
 
     def _handle_ready(self, what: str, child: Any) -> None:
         if what == "link":
@@ -244,7 +245,7 @@ class _Membership:
                 self._stop = item
                 return
             elif isinstance(item, c.Command):
-                self._node.apply(item)
+                self.node.apply(item)
         self._ended = self._ended or ended
 
     def _pass_on(self, item: c.Input) -> None:
@@ -255,9 +256,9 @@ class _Membership:
             self._send(item)
             return
         self._readings.hear(item.child, item.message, self._clock.wall_ns())
-        rank = self._node.rank_of(item.child)
+        rank = self.node.rank_of(item.child)
         if isinstance(item.message, wire.Ready) and rank is not None:
-            slots = self._node.slots.get(rank)
+            slots = self.node.slots.get(rank)
             self._send(link_codec.Headers(rank=rank, headers=() if slots is None else tuple(slots.headers())))
         self._send(link_codec.Packet(child=item.child, packet=wire.encode(item.message)))
 

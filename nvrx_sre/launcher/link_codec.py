@@ -57,7 +57,7 @@ _TYPES: dict[str, type[Any]] = {
     for cls in (
         *(c.Spawn, c.AssignRank, c.Tell, c.TellWriter, c.RequestStacks, c.Kill, c.GrantSlots, c.DropSlots),
         *(c.PublishSealed, c.StrandSlots, c.HoldSlots, c.ReleaseSlots, c.SetHotInterval, c.ReleaseBoundary, c.Stop),
-        c.NoteLateness,
+        *(c.NoteLateness, c.KeepStacks),
         *(c.Spawned, c.Exited, c.SignalReceived, Headers),
     )
 }

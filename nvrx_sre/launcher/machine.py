@@ -379,7 +379,7 @@ class Machine:
         self._carry_out(fault, self._faults.detect(fault, now_ns), now_ns)
 
     def _carry_out(self, fault: RootFault, decision: Decision, now_ns: int) -> None:
-        if fault.fault is FaultClass.HANG:
+        if fault.fault is FaultClass.HANG or decision.action is not Action.RESTART:
             self._request_stacks()
         if decision.action is Action.RESTART:
             self._recovery.begin(decision, fault, now_ns)
@@ -393,7 +393,7 @@ class Machine:
     def _request_stacks(self) -> None:
         for child in self._roster.seated():
             if child.is_in_generation:
-                self._job.command(c.RequestStacks(child=child.number, generation=self._job.generation))
+                self._roster.look_at(child)
 
     # --- signals, halts, time -------------------------------------------------------------------------------
 
@@ -475,6 +475,7 @@ class Machine:
     def _end_stuck(self, child: Child, now_ns: int) -> None:
         is_blamed = child.rank is not None and self._job.stage is Stage.FORMING
         fault = self._faults.on_stuck(child) if is_blamed and child.serial == self._job.fault_serial else None
+        self._roster.look_at(child)
         self._roster.kill(child, "not ready in time", now_ns)
         if child.role is Role.STANDBY:
             self._recovery.on_standby_failure()

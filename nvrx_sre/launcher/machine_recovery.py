@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.schema import (
+    FaultClass,
     InterruptRaised,
     Layer,
     Phase,
@@ -36,6 +37,8 @@ from nvrx_sre.policy.ladder import Decision
 
 MAX_STANDBY_FAILURES = 3
 """Standbys that may fail in a row before the run goes on without."""
+_OF_COLLECTIVES = (FaultClass.HANG, FaultClass.COLLECTIVE_ERROR)
+"""Faults that are explained by who was in which collective."""
 
 
 class Recovery:
@@ -74,7 +77,7 @@ class Recovery:
         if decision.layer is Layer.WORKER:
             self._kill_for_layer(fault, now_ns)
         if was_open:
-            self._interrupt_all(now_ns)
+            self._interrupt_all(now_ns, is_traced=fault.fault in _OF_COLLECTIVES)
         self.fill(now_ns)
         self.settle(now_ns)
 
@@ -160,6 +163,7 @@ class Recovery:
             if child.deadline_ns is None or now_ns < child.deadline_ns:
                 continue
             if child.is_leaving:
+                self._roster.look_at(child)
                 self._roster.kill(child, "did not leave its generation in time", now_ns)
             elif child.is_killed and child.rank is not None and self._job.stage is Stage.FORMING:
                 self._roster.detach(child)
@@ -252,7 +256,7 @@ class Recovery:
                 self._roster.leave(child, job.config.limits.deadlines.teardown_s, now_ns)
         self.fill(now_ns)
 
-    def _interrupt_all(self, now_ns: int) -> None:
+    def _interrupt_all(self, now_ns: int, *, is_traced: bool) -> None:
         """Push the interrupt to everybody in the old generation; whoever was killed only has to die."""
         grace_s = self._job.config.limits.deadlines.interrupt_grace_s
         self._kept, self._killed, self._leaving = set(), set(), set()
@@ -270,7 +274,9 @@ class Recovery:
                 child.state = ChildState.INTERRUPTED
                 child.arm(now_ns, grace_s)
                 interrupted.append(child.rank)
-                self._job.command(SendInterrupt(child=child.number, generation=self._job.generation))
+                self._job.command(
+                    SendInterrupt(child=child.number, generation=self._job.generation, is_traced=is_traced)
+                )
         if interrupted:
             self._job.emit(InterruptRaised(ranks=interrupted))
 

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.schema import Phase, Role
-from nvrx_sre.launcher.commands import AssignRank, Kill, LeaveChild, Spawn
+from nvrx_sre.launcher.commands import AssignRank, Kill, LeaveChild, RequestStacks, Spawn
 from nvrx_sre.launcher.machine_alarm import Alarm
 from nvrx_sre.launcher.machine_job import Job
 
@@ -236,6 +236,10 @@ class Roster:
     def parked(self, role: Role, node: int) -> Child | None:
         """A writer, or a standby that can become any rank of the node."""
         return next((item for item in self.spares(role) if item.state is ChildState.PARKED and item.node == node), None)
+
+    def look_at(self, child: Child) -> None:
+        """Have it say where it stands; a kill that follows waits for that, bounded."""
+        self._job.command(RequestStacks(child=child.number, generation=self._job.generation))
 
     def kill(self, child: Child, reason: str, now_ns: int) -> None:
         """SIGKILL a child; its death is expected from now on."""

@@ -25,8 +25,11 @@ from nvrx_sre.launcher.forkserver import ForkServer, Request, ServerConfig
 from nvrx_sre.launcher.hot import HotSlots
 from nvrx_sre.launcher.orphans import Orphans
 from nvrx_sre.launcher.rundir import RunDirectory
+from nvrx_sre.launcher.stacks import StackKeeper
 from nvrx_sre.policy.classify import SPAWN_FAILED_EXIT
+from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.context import TRACEPARENT_VARIABLE
+from nvrx_sre.telemetry.redact import Redactor
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 FOREIGN_VARIABLES = frozenset(
@@ -36,6 +39,10 @@ FOREIGN_VARIABLES = frozenset(
     }
 )
 """What another launcher, or a tracer around this one, meant for this process and not for its children."""
+RECORDER_VARIABLES = frozenset({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"})
+"""Size of torch's flight recorder: its name, and the one it had before."""
+RECORDED_COLLECTIVES = "128"
+"""Where nobody has chosen: reading torch's own 2,000 takes 21 ms out of the recovery from a hang, 128 take 1 ms."""
 GROUP_TIMEOUT_S = 600.0
 """The group's own timeout; recovery does not wait for it, it only bounds a run without a launcher."""
 
@@ -48,6 +55,7 @@ class Node:
     def __init__(self, config: RunConfig, directory: RunDirectory, clock: Clock, put: PutInput) -> None:
         self.children: dict[int, process.Child] = {}
         self.slots = HotSlots(config.run, config.hot_slots, config.nproc)
+        self.stacks = StackKeeper(directory.incidents, Redactor.from_environment(parent_environment()), Boundary(clock))
         self.num_unsent = 0
         self.traceparent: Callable[[], str] = lambda: ""
         """Span that spans of the children belong under, in W3C form; '' if there is none."""
@@ -65,6 +73,9 @@ class Node:
         self._recorded: dict[int, int] = {}
         """What was written of the children last."""
         self._rank_of: dict[int, int] = {}
+        self._world_size = 0
+        self._rehearsing: set[int] = set()
+        """Standbys that were told to rehearse since the slots are those of this world."""
         self._local_rank_of: dict[int, int] = {}
         self._orphans = Orphans()
         self.forks = ForkServer(
@@ -82,11 +93,12 @@ class Node:
             c.Tell: self._tell,
             c.TellWriter: lambda command: self._tell_writer(command.message),
             c.RequestStacks: self._request_stacks,
+            c.KeepStacks: lambda command: self.stacks.keep(command.incident),
             c.Kill: self._kill,
             c.SetHotInterval: self._set_hot_interval,
             c.GrantSlots: self._grant,
             c.DropSlots: self._drop,
-            c.PublishSealed: lambda command: self.slots.publish(command.step),
+            c.PublishSealed: self._publish,
             c.StrandSlots: lambda command: self.slots.strand(command.generation, command.step),
             c.HoldSlots: lambda command: self.slots.hold(command.slots, command.first_rank),
             c.ReleaseSlots: self._release_slots,
@@ -109,6 +121,7 @@ class Node:
             else:
                 child.close()
         self.children.clear()
+        self.stacks.close()
         self._orphans.close()
         self.slots.drop()
 
@@ -123,6 +136,7 @@ class Node:
             child = self.children[forked.child]
             if not forked.pid:
                 child.close()
+                self.stacks.end(forked.child)
                 del self.children[forked.child]
                 self._put_spawn_failure(forked.child, forked.error)
                 continue
@@ -135,6 +149,8 @@ class Node:
     def forget(self, number: int) -> None:
         """A child is dead and reaped."""
         child = self.children.pop(number, None)
+        self._rehearsing.discard(number)
+        self.stacks.end(number)
         self._rank_of.pop(number, None)
         self._local_rank_of.pop(number, None)
         if child is not None:
@@ -161,11 +177,14 @@ class Node:
         name = command.role if command.rank is None else f"rank-{command.rank:05d}"
         log = self._directory.logs / f"{name}-attempt-{command.attempt:04d}-{command.child}.log"
         try:
+            stacks = None if command.role is Role.WRITER else self.stacks.open(command.child, command.rank)
             child, theirs, output = process.prepare(command.child, command.role, log)
         except OSError as error:
+            self.stacks.end(command.child)
             self._put_spawn_failure(command.child, error.strerror or str(error))
             return
         self.children[command.child] = child
+        child.stacks = stacks
         fork = wire.Fork(
             child=command.child,
             role=command.role,
@@ -173,7 +192,8 @@ class Node:
             arguments=self._arguments(command),
             environment=self._environment(command),
         )
-        self.forks.put(Request(message=fork, channel=theirs, output=output))
+        memory = () if stacks is None else (stacks.fd,)
+        self.forks.put(Request(message=fork, channel=theirs, output=output, stacks=memory))
         for rank, slots in self.slots.files().items():
             self._map(child, rank, slots)
 
@@ -237,6 +257,7 @@ class Node:
     def _assign(self, command: c.AssignRank) -> None:
         self._rank_of[command.child] = command.rank
         self._local_rank_of[command.child] = command.local_rank
+        self.stacks.assign(command.child, command.rank)
         child = self.children.get(command.child)
         if child is not None:
             self._directory.point_rank_log(command.rank, child.log)
@@ -275,7 +296,8 @@ class Node:
     def _tell(self, command: c.Tell) -> None:
         message = command.message
         if isinstance(message, wire.Go):
-            self._generation = message.generation
+            self._generation, self._world_size = message.generation, message.world_size
+            self.stacks.enter(command.child, self._rank_of[command.child], message.generation)
             message = dataclasses.replace(
                 message, store_host=message.store_host or self.leader_address, interface=self.interface
             )
@@ -312,8 +334,19 @@ class Node:
         for child in self.children.values():
             self._map(child, command.rank, slots)
 
+    def _publish(self, command: c.PublishSealed) -> None:
+        """With a sealed step there is something that standbys can rehearse."""
+        self.slots.publish(command.step)
+        if command.step < 0 or not self.slots.files():
+            return
+        for child in self.children.values():
+            if child.number not in self._rehearsing and self._is_standby(child):
+                self._rehearsing.add(child.number)
+                self._send(child.number, wire.Rehearse(world_size=self._world_size))
+
     def _drop(self, command: c.DropSlots) -> None:
         self.slots.drop(command.num_ranks)
+        self._rehearsing.clear()
         for child in self.children.values():
             if self._is_standby(child):
                 self._send(child.number, wire.SlotsDropped())
@@ -380,6 +413,8 @@ def child_environment(nproc: int) -> dict[str, str]:
     if nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun does the same: ranks share the cores
     environment.setdefault(INTERFACE_VARIABLE, "lo")
+    if not RECORDER_VARIABLES & environment.keys():
+        environment["TORCH_FR_BUFFER_SIZE"] = RECORDED_COLLECTIVES
     return environment
 
 

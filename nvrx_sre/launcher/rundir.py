@@ -42,6 +42,11 @@ def config_digest(items: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(items), sort_keys=True).encode()).hexdigest()[:16]
 
 
+def incident_name(number: int) -> str:
+    """Name of the directory of what was kept of an incident."""
+    return f"{number:05d}"
+
+
 class RunDirectory:
     """Paths and identity of one run."""
 
@@ -51,6 +56,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.epochs = path / "epochs"
+        self.incidents = path / "incidents"
         self.spans = path / "spans.jsonl"
         self.summary = path / "summary.json"
         self.halt = path / "halt.json"

@@ -25,6 +25,7 @@ from nvrx_sre.events.schema import (
     Record,
     RestartDecided,
     TelemetryDegraded,
+    Verdict,
 )
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.child_watch import ChildWatch
@@ -35,6 +36,7 @@ from nvrx_sre.launcher.machine import Machine
 from nvrx_sre.launcher.past import LauncherFolds
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.signals import SignalPipe
+from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.hub import Telemetry
 from nvrx_sre.telemetry.node_board import RankReading
 
@@ -107,6 +109,19 @@ class Recorder:
             self._decision_is_new |= isinstance(item, RestartDecided)
             pending.extend(self._telemetry.record(record))
 
+    @property
+    def boundary(self) -> Boundary:
+        """Where failures of telemetry end."""
+        return self._telemetry.boundary
+
+    def incident(self) -> int:
+        """Number of the incident that is open, or that ended with the run; 0 if there is none."""
+        tracker = self._telemetry.tracker
+        if tracker.open is not None:
+            return tracker.open.number
+        newest = tracker.closed[-1] if tracker.closed else None
+        return 0 if newest is None or newest.verdict is not Verdict.EXHAUSTED else newest.number
+
     def traceparent(self) -> str:
         """Span that the children's own belong under, '' while there is none."""
         return self._telemetry.traceparent
@@ -170,7 +185,9 @@ class Shell:
         self.effects.node.slots.num_ranks = machine.ranks_on(OWN_NODE)
         self.effects.passes = recorder.folds.past.passes
         self.effects.await_decision = recorder.await_decision
+        self.effects.incident = recorder.incident
         self.effects.node.traceparent = recorder.traceparent
+        self.effects.node.stacks.boundary = recorder.boundary
         self._watch = ChildWatch(
             self._selector, self.effects.node, clock, self._inputs.append, lambda: machine.world_size
         )

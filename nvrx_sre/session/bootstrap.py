@@ -17,17 +17,19 @@ from nvrx_sre.core.errors import ExitCode, NvrxError
 from nvrx_sre.core.output import survive_a_full_disk
 from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.settings import STACKS_SIGNAL, ChildSettings
+from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
+from nvrx_sre.restart.stacks import OwnStacks
 from nvrx_sre.session import process
 from nvrx_sre.session.environment import watch_rank_variables
 
 
-def connect(settings: ChildSettings, channel: wire.Channel) -> RankControl:
+def connect(settings: ChildSettings, channel: wire.Channel, stacks: OwnStacks) -> RankControl:
     """Say hello and start the monitor thread."""
     clock = SystemClock()
     channel.send(wire.Hello(pid=os.getpid(), start_ticks=start_ticks(os.getpid()), mono_ns=clock.monotonic_ns()))
     control = RankControl(channel, clock, settings.interrupt_signal)
+    control.stacks = stacks
     control.install()
     return control
 
@@ -43,12 +45,12 @@ def run_user_code(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def main(arguments: list[str], settings: ChildSettings, channel: wire.Channel) -> int:
+def main(arguments: list[str], settings: ChildSettings, channel: wire.Channel, stacks: OwnStacks) -> int:
     """Run `script.py args` or `-m module args`; exit code of the child."""
     survive_a_full_disk()
     faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    process.set_control(settings, connect(settings, channel))
+    stacks.listen()
+    process.set_control(settings, connect(settings, channel, stacks))
     watch_rank_variables()
     try:
         run_user_code(arguments)

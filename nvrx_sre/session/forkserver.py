@@ -1,8 +1,8 @@
 """The node's fork server: `python -m nvrx_sre.session.forkserver LAUNCHER_PID [...]`. It has imported torch, and forks.
 
-    Fork + (channel, log) -> fork: go-between -> fork: child    (session of its own, tells its pid, waits)
-                                   ends at once                 (now a child of the launcher, which adopts orphans)
-                          <- Forked(pid)                        (goes on: log, environment, user's code)
+    Fork + (channel, log, stacks) -> fork: go-between -> fork: child   (session of its own, tells its pid, waits)
+                                           ends at once                (now the launcher's child: it adopts orphans)
+                                  <- Forked(pid)                       (goes on: log, environment, user's code)
 
 Every worker, standby and writer of the node comes from here, so that none pays for the imports, and all share the pages
 of what was imported. A child differs from a fresh interpreter in what the imports have fixed: the thread counts of
@@ -43,6 +43,7 @@ PRELOADED = (
     "nvrx_sre.restart.wrapper",
     "nvrx_sre.session.bootstrap",
     "nvrx_sre.session.loading",
+    "nvrx_sre.session.rehearsal",
     "nvrx_sre.session.restoring",
     "nvrx_sre.session.saving",
     "nvrx_sre.session.warm",
@@ -124,20 +125,22 @@ def _child(message: wire.Fork, descriptors: list[int], server: socket.socket) ->
     server.send(os.getpid().to_bytes(PID_BYTES, "little"))
     server.recv(1)  # the end of the stream: the go-between is gone, and the launcher the parent
     server.close()
-    descriptor, log = descriptors
+    descriptor, log, *stacks = descriptors
     for standard in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(log, standard)
     os.close(log)
-    os.set_inheritable(descriptor, False)
+    for ours in (descriptor, *stacks):
+        os.set_inheritable(ours, False)
     processes.set_name(message.name)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    return _run(message, wire.Channel(socket.socket(fileno=descriptor)))
+    return _run(message, wire.Channel(socket.socket(fileno=descriptor)), stacks)
 
 
-def _run(message: wire.Fork, channel: wire.Channel) -> int:
+def _run(message: wire.Fork, channel: wire.Channel, stacks: list[int]) -> int:
     from nvrx_sre.checkpoint import writer
+    from nvrx_sre.restart.stacks import OwnStacks
     from nvrx_sre.session import bootstrap
 
     settings = enter(message.environment)
@@ -146,8 +149,9 @@ def _run(message: wire.Fork, channel: wire.Channel) -> int:
         numpy_random.seed()  # Python's own generator has a new seed since the fork; numpy's has not
     if not processes.die_with(settings.launcher_pid):
         return ExitCode.RETRYABLE
-    main = writer.main if message.role == Role.WRITER else bootstrap.main
-    return main(message.arguments, settings, channel)
+    if message.role == Role.WRITER:
+        return writer.main(message.arguments, settings, channel)
+    return bootstrap.main(message.arguments, settings, channel, OwnStacks(next(iter(stacks), None)))
 
 
 def main(arguments: list[str]) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from nvrx_sre.cli.events import replayed
+from nvrx_sre.cli.events import line_of, replayed
 from nvrx_sre.events.schema import (
     CheckpointRejected,
     FaultDetected,
@@ -106,16 +107,26 @@ def test_c47_c48_a_killed_rank_costs_one_new_process(oracle: tuple[int, Ended], 
 
 
 def test_c27_stacks_are_written_before_a_hang_is_ended(oracle: tuple[int, Ended], tmp_path: Path) -> None:
-    """Ranks that speak and do not step are hung, and not crashed; where they stood is in their log."""
+    """Ranks that speak and do not step are hung, and not crashed; where each stood is in the incident.
+
+    The rank that hangs names the user's function, its peer the collective in which it waits; so do the traces.
+    """
     nproc, unfaulted = oracle
     ended = train(tmp_path / "run", "--nproc", str(nproc), "--standbys", "0", "--fault", "hang@1:6")
     assert_same_as(unfaulted, ended)
     faults = [(record.rank, event.fault, event.detector) for record, event in ended.events(FaultDetected)]
     assert faults == [(1, "hang", "deadline")], ended.explain()
+    incident = tmp_path / "run" / "incidents" / "00001"
     for rank in range(nproc):
-        said = (tmp_path / "run" / "logs" / f"rank-{rank:05d}.log").read_text()
+        said = (incident / f"g00001-rank-{rank:05d}.stacks.txt").read_text()
         assert ("in _hang\n" in said) == (rank == 1), said
+        assert ("torch/distributed/distributed_c10d.py" in said) == (rank != 1), said
         assert "in run_step\n" in said
+    traces = [json.loads((incident / f"g00001-rank-{rank:05d}.trace.json").read_text()) for rank in range(nproc)]
+    pending = [not trace["entries"][-1]["retired"] for trace in traces]
+    assert pending == [rank != 1 for rank in range(nproc)], "the one that is behind waits for no collective"
+    line = next(line for line in shown(ended) if "IncidentClosed" in line)
+    assert line.endswith(", stacks in incidents/00001")
 
 
 def test_c30_a_frozen_rank_is_replaced_within_its_deadline(tmp_path: Path) -> None:
@@ -130,8 +141,12 @@ def test_c30_a_frozen_rank_is_replaced_within_its_deadline(tmp_path: Path) -> No
     assert {(event.fault, event.layer) for event in incidents} == {("hang", Layer.WORKER)}, ended.explain()
     assert [record.rank for record, _ in ended.events(RankReplaced)] == [1, 1, 0], ended.explain()
     assert all(event.outage_s is not None and event.outage_s < 60 for event in incidents)
-    said = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*.log"))
-    assert "in _hang_native\n" in said and "in _hang_gil\n" in said, "stacks of what was killed"
+    stopped, native, holding = (
+        "".join(path.read_text() for path in (tmp_path / "run" / "incidents" / f"{number:05d}").glob("*.stacks.txt"))
+        for number in (1, 2, 3)
+    )
+    assert "The process is stopped" in stopped and "torch/distributed" in stopped, "the peer's stack is there"
+    assert "in _hang_native\n" in native and "in _hang_gil\n" in holding, "stacks of what was killed"
 
 
 def test_the_demos_faults_one_after_another(oracle: tuple[int, Ended], tmp_path: Path) -> None:
@@ -148,6 +163,11 @@ def test_the_demos_faults_one_after_another(oracle: tuple[int, Ended], tmp_path:
     last = ended.events(StateRestored)[-1][1]
     assert (last.step, last.source) == (8, RestoredFrom.DURABLE), ended.explain()
     assert_replay_is_the_same(ended)
+
+
+def shown(ended: Ended) -> list[str]:
+    """Lines of `nvrx-sre events`."""
+    return [line_of(record, ended.run_dir) for record in ended.records]
 
 
 def assert_replay_is_the_same(ended: Ended) -> None:

@@ -47,6 +47,7 @@ ITEMS: list[Item] = [
     c.TellWriter(message=wire.Retain(keep=3, epoch=1)),
     c.HoldSlots(first_rank=2, slots=(0, 2)),
     c.ReleaseSlots(step=4),
+    c.KeepStacks(incident=3),
     c.NoteLateness(ranks=(2, 3), seconds=(0.0, 0.25)),
     c.PublishSealed(step=9),
     c.StrandSlots(generation=1, step=9),

@@ -185,8 +185,28 @@ def test_c29_stacks_come_before_anything_is_ended() -> None:
     order = driven.order(c.RequestStacks, c.SendInterrupt, c.Kill)
     assert order[:2] == ["RequestStacks", "RequestStacks"]
     assert "Kill" not in order
+    assert {item.is_traced for item in driven.all(c.SendInterrupt)} == {True}
+    driven.forget()
     driven.wait(LIMITS.deadlines.interrupt_grace_s)
     assert {item.reason for item in driven.all(c.Kill)} == {"did not leave its generation in time"}
+    assert driven.order(c.RequestStacks, c.Kill) == ["RequestStacks", "Kill"] * 2, "looked at again before it goes"
+
+
+def test_c29_recovery_from_an_exception_asks_nobody_to_look() -> None:
+    """Ranks say by themselves where the interrupt found them; reading the flight recorder would cost a millisecond."""
+    driven = begun(tunes=False)
+    driven.forget()
+    driven.raise_in(1, 2)
+    assert not driven.all(c.RequestStacks)
+    assert {item.is_traced for item in driven.all(c.SendInterrupt)} == {False}
+
+
+def test_stacks_are_asked_for_before_the_run_stops_for_good() -> None:
+    """Nobody waits for a recovery then, and there will be no other chance."""
+    driven = begun(tunes=False)
+    driven.forget()
+    driven.raise_in(1, 2, fault=schema.FaultClass.USER_ERROR)
+    assert driven.order(c.RequestStacks, c.LeaveChild)[:2] == ["RequestStacks", "RequestStacks"]
 
 
 def test_c28_each_phase_has_its_own_limit() -> None:

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events import schema
+from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.past import LauncherFolds
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.shell import Recorder, Shell, faults_last, is_fault
 from nvrx_sre.policy.rehearsal import Rehearsal, World
+from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.testing.clock import ManualClock
 
 
@@ -94,6 +96,8 @@ class SlowJournal:
         self.syncs = list(syncs)
         self.recorded: list[schema.Event] = []
         self.companions: object = None
+        self.boundary = Boundary(ManualClock())
+        self.tracker = IncidentTracker("r")
 
     def record(self, record: schema.Record) -> list[tuple[schema.Event, int | None]]:
         self.recorded.append(record.event)
