@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from nvrx_sre.bench.peer_training import PeerOptions, PeerRank
+from nvrx_sre.core import threads
 
 
 def intervals(interval_s: float | None) -> dict[str, timedelta]:
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> None:
 
     wrapped: Any = Wrapper(store_kwargs={"port": own.store_port}, **intervals(own.interval))(train)
     wrapped()
+    threads.wait_until_asleep(threads.GLOO_WORKERS)
 
 
 if __name__ == "__main__":

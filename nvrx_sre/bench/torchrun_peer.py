@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from nvrx_sre.bench.peer_training import PeerOptions, PeerRank
+from nvrx_sre.core import threads
 
 
 def form_group(group_timeout_s: float) -> tuple[int, int]:
@@ -45,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
     else:
         trainee.train(*place, lambda: None)
     dist.destroy_process_group()
+    threads.wait_until_asleep(threads.GLOO_WORKERS)
 
 
 if __name__ == "__main__":

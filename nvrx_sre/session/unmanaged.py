@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from nvrx_sre.core import threads
 from nvrx_sre.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -102,9 +103,9 @@ class UnmanagedContext:
         self._results.update(result)
 
     def close(self) -> None:
-        """The function has returned: end the group, whose threads may else abort the process when it exits.
+        """The function has returned: end the group, and wait for its threads, which may else abort the process's exit.
 
-        Not after an error: a peer that is gone would be waited for.
+        They live as long as a model holds the group. Not after an error: a peer that is gone would be waited for.
         """
         if not self._formed_group:
             return
@@ -112,6 +113,7 @@ class UnmanagedContext:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+            threads.wait_until_asleep(threads.GLOO_WORKERS)
 
     @property
     def result(self) -> dict[str, Any]:

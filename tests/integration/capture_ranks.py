@@ -26,6 +26,7 @@ from nvrx_sre.checkpoint.capture import Capturer
 from nvrx_sre.checkpoint.restore import HotCandidate
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.checkpoint.supported import check
+from nvrx_sre.core import threads
 from nvrx_sre.core.errors import UserError
 
 WIDTH = 24
@@ -198,6 +199,7 @@ def main() -> None:
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
     dist.destroy_process_group()
+    threads.wait_until_asleep(threads.GLOO_WORKERS)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from nvrx_sre.checkpoint.capture import Capturer
 from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate
 from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.core import threads
 
 WIDTH = 16
 
@@ -189,6 +190,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=order["rank"], world_size=order["world_size"])
     {"train": train, "restore": restore, "load": load}[order["mode"]](order)
     dist.destroy_process_group()
+    threads.wait_until_asleep(threads.GLOO_WORKERS)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nvrx_sre.checkpoint.capture import Capturer
 from nvrx_sre.checkpoint.manifest import rank_file_name
 from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.core import threads
 from nvrx_sre.core.clock import NS_PER_S
 from nvrx_sre.session import restoring
 
@@ -177,6 +178,7 @@ def main() -> None:
         dist.barrier()
     sys.stdout.write(json.dumps(results) + "\n")
     dist.destroy_process_group()
+    threads.wait_until_asleep(threads.GLOO_WORKERS)
 
 
 if __name__ == "__main__":
