@@ -30,6 +30,13 @@ class FaultClass(StrEnum):
     OTHER = "other"
 
 
+DEVICE_FAULTS = frozenset({FaultClass.HANG, FaultClass.KILLED, FaultClass.CUDA_ERROR, FaultClass.STARTUP})
+"""What a bad device does to its rank. An exception that repeats on one rank is the program's or the data's: moving it
+to other hardware is no cure (failure case C35)."""
+NODE_FAULTS = DEVICE_FAULTS | {FaultClass.SHM_EXHAUSTED, FaultClass.NODE_LOST}
+"""What makes the node a suspect: its devices, or what its ranks share."""
+
+
 class Layer(StrEnum):
     """Where a recovery happens, lowest first."""
 
@@ -67,6 +74,9 @@ class Phase(StrEnum):
     SAVE = "save"
     FINALIZE = "finalize"
     TEARDOWN = "teardown"
+
+    __hash__ = str.__hash__
+    """That of its text, without the detour by which an enum finds its name: a step looks up a dozen phases."""
 
 
 class LedgerState(StrEnum):

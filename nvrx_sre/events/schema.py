@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from nvrx_sre.events.kinds import DEVICE_FAULTS as DEVICE_FAULTS
+from nvrx_sre.events.kinds import NODE_FAULTS as NODE_FAULTS
 from nvrx_sre.events.kinds import Action as Action
 from nvrx_sre.events.kinds import Cap as Cap
 from nvrx_sre.events.kinds import Detector as Detector

@@ -10,7 +10,7 @@ Pure.
 from __future__ import annotations
 
 from nvrx_sre.monitoring.promql import number
-from nvrx_sre.monitoring.recordings import Readings
+from nvrx_sre.monitoring.recordings import CLOCK, Readings
 from nvrx_sre.monitoring.rule import AlertRule, lookup
 from nvrx_sre.telemetry import catalog
 
@@ -33,7 +33,8 @@ def _stale(read: Readings) -> AlertRule:
     write = read.of(catalog.CHECKPOINT_WRITE_SECONDS)
     limit = f"{number(read.values.checkpoint_stale_ratio)} * ({interval} + {read.on} {write})"
     at_risk = f"({read.of(catalog.LAST_NEW_STEP)} - {read.on} {captured})"
-    age = lookup(f"time() - {read.of(catalog.CHECKPOINT_CAPTURED)}", read.values, matchers='tier="durable"')
+    ago = f" * -1 + {read.on} {CLOCK}"
+    age = lookup(read.of(catalog.CHECKPOINT_CAPTURED), read.values, condition=ago, matchers='tier="durable"')
     return AlertRule(
         name="NvrxCheckpointStale",
         verdict="training, but not saved",

@@ -1,8 +1,8 @@
 """Alerts on what the run stands on: its launcher, its node, its storage, and the monitoring itself.
 
-Model: a run that vanished is told from one that ended by its newest known state, and from a missed scrape by a window;
-nothing asks `up`, whose labels know no run, or `absent`, which loses them (failure cases C67, C71). A launcher that
-answers but does not turn is told by its own heartbeat.
+Model: a run that vanished is told from one that ended by its newest known state, and from a missed scrape by the time
+since its newest one; nothing asks `up`, whose labels know no run, or `absent`, which loses them (failure cases C67,
+C71). A launcher that answers but does not turn is told by its own heartbeat, against its own clock.
 
 Pure.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from nvrx_sre.monitoring.promql import duration, number
 from nvrx_sre.monitoring.recordings import (
+    LOOP_AGE,
     MAX_EXPECTED,
     MAX_SETTLED,
     MAX_SKEW,
@@ -19,7 +20,7 @@ from nvrx_sre.monitoring.recordings import (
     MIN_FREE_RATIO,
     Readings,
 )
-from nvrx_sre.monitoring.rule import FOR_LONG, UNKNOWN_LABEL, AlertRule, lookup
+from nvrx_sre.monitoring.rule import AHEAD, FOR_LONG, UNKNOWN_LABEL, AlertRule, lookup
 from nvrx_sre.telemetry import catalog
 
 
@@ -28,6 +29,7 @@ def platform_alerts(read: Readings) -> list[AlertRule]:
     return [
         _target_missing(read),
         _launcher_stuck(read),
+        _scrapes_missing(read),
         _host_memory_pressure(read),
         _storage_near_full(read),
         _telemetry_dropping(read),
@@ -38,8 +40,7 @@ def platform_alerts(read: Readings) -> list[AlertRule]:
 
 
 def _target_missing(read: Readings) -> AlertRule:
-    limit_s, memory = read.values.target_missing_s, duration(read.values.missing_memory_s)
-    loop = f"last_over_time({read.of(catalog.LAUNCHER_LOOP)}[{memory}])"
+    limit, memory = number(read.values.target_missing_s), duration(read.values.missing_memory_s)
     expected, settled = (f"last_over_time({name}[{memory}])" for name in (MAX_EXPECTED, MAX_SETTLED))
     is_over = f" >= {read.on} {expected}"
     ended = lookup(MAX_SETTLED, read.values, memory_s=read.values.missing_memory_s, condition=is_over)
@@ -47,12 +48,11 @@ def _target_missing(read: Readings) -> AlertRule:
         name="NvrxTargetMissing",
         verdict="not known: it does not answer",
         severity="critical",
-        expr=f"(time() - {loop}) > {number(limit_s)}\nand {read.on}\n({expected} > {read.on} {settled})\n"
-        f"unless {read.on}\n({read.answers(limit_s)})",
+        expr=_unanswered(read, read.values.target_missing_s),
         meaning="A run that has not ended does not answer: its launcher, pod, node or network is gone.",
         clears="When the run answers again, when its end is known, or after `missing_memory_s`.",
         summary=f"Run {{{{ $labels.run }}}} has not answered{FOR_LONG}.",
-        cured=f"time() - {loop} <= {number(limit_s)}\nor {read.on}\n{expected} <= {read.on} {settled}",
+        cured=f"{read.silence} <= {limit}\nor {read.on}\n{expected} <= {read.on} {settled}",
         resolved=f"{{{{ if {ended} }}}}its end is known{{{{ else }}}}it answers again{{{{ end }}}}",
         description=(
             "The launcher's metrics cannot be scraped, and it did not say that it ended. Whether it trains is not "
@@ -61,22 +61,45 @@ def _target_missing(read: Readings) -> AlertRule:
     )
 
 
+def _unanswered(read: Readings, limit_s: float) -> str:
+    """No scrape of a run for so long, whose end is not known."""
+    memory = duration(read.values.missing_memory_s)
+    expected, settled = (f"last_over_time({name}[{memory}])" for name in (MAX_EXPECTED, MAX_SETTLED))
+    return f"{read.silence} > {number(limit_s)}\nand {read.on}\n({expected} > {read.on} {settled})"
+
+
+def _scrapes_missing(read: Readings) -> AlertRule:
+    return AlertRule(
+        name="NvrxScrapesMissing",
+        verdict="not scraped: what is said of it is old",
+        severity="info",
+        expr=_unanswered(read, read.values.scrapes_missing_s),
+        meaning="Scrapes of a run that has not ended fail: what rules and dashboards say of it is as old as the newest "
+        "one. Ages are judged by the run's own clock, so nothing else fires because of it.",
+        clears="With the next scrape, when the end of the run is known, or after `missing_memory_s`.",
+        summary="Run {{ $labels.run }} was last scraped {{ $value | humanizeDuration }} ago.",
+        description=(
+            "For the moment it is not known how the run does; after `target_missing_s` that pages. "
+            "`nvrx-sre runbook NvrxScrapesMissing` says how to tell a slow scrape from a launcher that is gone."
+        ),
+    )
+
+
 def _launcher_stuck(read: Readings) -> AlertRule:
-    window_s = read.values.launcher_stuck_window_s
-    loop = read.of(catalog.LAUNCHER_LOOP)
     unhealthy = read.top(catalog.LIMIT, limit="telemetry.loop_unhealthy_s")
     limit = f"{number(read.values.launcher_stuck_ratio)} * {unhealthy}"
+    standing = read.lately(LOOP_AGE, read.values.target_missing_s)
     return AlertRule(
         name="NvrxLauncherStuck",
         verdict="training is not watched",
         severity="critical",
-        expr=f"(time() - {loop})\n> {read.on}\n{limit}\n"
-        f"and {read.on}\n(changes({loop}[{duration(window_s)}]) == 0)\n"
-        f"and {read.on}\n({read.answers(window_s)})\n{read.expected}",
-        meaning="The launcher answers scrapes, but its main loop does not turn: no fault would be detected.",
+        expr=f"{standing}\n> {read.on}\n{limit}\n{read.expected}",
+        for_s=read.values.launcher_stuck_for_s,
+        meaning="The launcher answers scrapes, but its main loop does not turn: no fault would be detected. Judged by "
+        "the launcher's own clock, whatever that of Prometheus says.",
         clears="With the next turn of the loop.",
         summary=f"The launcher of run {{{{ $labels.run }}}} is stuck{FOR_LONG}.",
-        cured=f"(time() - {loop} <= {read.on} {limit})\n{read.expected}",
+        cured=f"({standing} <= {read.on} {limit})\n{read.expected}",
         resolved="its loop turns again",
         description=(
             "Ranks may go on training, but no death, hang or preemption is handled. "
@@ -143,18 +166,19 @@ def _telemetry_dropping(read: Readings) -> AlertRule:
 
 def _clock_skew(read: Readings) -> AlertRule:
     limit = number(read.values.clock_skew_s)
-    ahead = f"({read.of(catalog.LAUNCHER_LOOP)} - time()) > {limit}"
+    apart = f"abs({read.lately(AHEAD)}) > {limit}"
     return AlertRule(
         name="NvrxClockSkew",
         verdict="a clock is wrong",
         severity="warning",
-        expr=f"({read.lately(MAX_SKEW)} > {limit}\nor {read.on}\n{ahead})\n{read.expected}",
+        expr=f"({read.lately(MAX_SKEW)} > {limit}\nor {read.on}\n{apart})\n{read.expected}",
         keep_firing_s=read.values.hold_s,
-        meaning="A node's clock was set while the run was on it, or is ahead of the monitoring's.",
+        meaning="A node's clock was set while the run was on it, or differs from the monitoring's.",
         clears="When the clocks agree, after `hold_s`.",
         summary="Run {{ $labels.run }}: a clock is off by {{ $value | humanizeDuration }}.",
         description=(
-            "Ages and deadlines on dashboards are wrong by as much; the launcher itself uses a monotonic clock. "
+            "Spans and logs of its nodes do not line up with others; ages and deadlines are taken from the run's own "
+            "clock and hold. "
             "`nvrx-sre runbook NvrxClockSkew` says which node."
         ),
     )

@@ -170,12 +170,12 @@ def _crash_looping(read: Readings) -> AlertRule:
 
 def _recovery_overdue(read: Readings) -> AlertRule:
     limit = f"{number(read.values.recovery_overdue_ratio)} * {read.deadlines(*RECOVERY_PHASES)}"
-    stepping = f"(time() - {read.of(catalog.LAST_STEP)}) <= {read.on} {_step_deadline(read)}"
+    stepping = f"{read.age(read.of(catalog.LAST_STEP))} <= {read.on} {_step_deadline(read)}"
     return AlertRule(
         name="NvrxRecoveryOverdue",
         verdict="recovering for too long",
         severity="critical",
-        expr=f"(time() - ({read.of(catalog.INCIDENT_OPENED)} > 0))\n> {read.on}\n{limit}\n"
+        expr=f"{read.age(f'({read.of(catalog.INCIDENT_OPENED)} > 0)')}\n> {read.on}\n{limit}\n"
         f"unless {read.on}\n({stepping})\n{read.expected}",
         keep_firing_s=read.values.hold_s,
         meaning="An incident is open for longer than any recovery that works, and no step is being executed.",
@@ -195,16 +195,13 @@ def _run_stalled(read: Readings) -> AlertRule:
     entered = read.of(catalog.PHASE_ENTERED, phase=STEADY_PHASES)
     phase, on_phase = read.of(catalog.PHASE_DEADLINE, phase=STEADY_PHASES), read.on_keys("phase")
     current = f"{entered} == {read.on} group_left () max {read.by} ({read.of(catalog.PHASE_ENTERED)})"
-    # As of the launcher's own time in that scrape: a scrape that is old, or missing, must not make steps look late.
-    age = f"{read.of(catalog.LAUNCHER_LOOP)} - {read.on} {read.of(catalog.LAST_STEP)}"
-    stepping = f"({age}) <= {read.on} {ratio} * {_step_deadline(read)}"
+    stepping = f"{read.age(read.of(catalog.LAST_STEP))} <= {read.on} {ratio} * {_step_deadline(read)}"
     return AlertRule(
         name="NvrxRunStalled",
         verdict="stalled: no step and no fault",
         severity="critical",
-        expr=f"(time() - ({current}))\n> {on_phase}\n{ratio} * {phase}\n"
-        f"unless {read.on}\n({stepping})\nunless {read.on}\n({_drains(read)})\n"
-        f"and {read.on}\n({read.answers(read.values.launcher_stuck_window_s)})\n{read.expected}",
+        expr=f"{read.ages(current)}\n> {on_phase}\n{ratio} * {phase}\n"
+        f"unless {read.on}\n({stepping})\nunless {read.on}\n({_drains(read)})\n{read.expected}",
         keep_firing_s=read.values.hold_s,
         meaning="No step for a multiple of the deadline of the phase that the run is in, and no fault was detected: "
         "the watchdog itself has failed.",
@@ -222,9 +219,9 @@ def _run_stalled(read: Readings) -> AlertRule:
 def _drains(read: Readings) -> str:
     """A save is in flight, or was a moment ago: a run that has done its steps waits for the last one, within limits."""
     limit = read.top(catalog.LIMIT, limit="deadlines.final_drain_s")
-    window = duration(read.values.launcher_stuck_window_s)
+    window = duration(read.values.last_save_window_s)
     saving = f"(max_over_time({read.of(catalog.SAVE_STARTED)}[{window}]) > 0)"
-    return f"{saving} and {read.on} (time() - {read.of(catalog.LAST_STEP)}) <= {read.on} {limit}"
+    return f"{saving} and {read.on} {read.age(read.of(catalog.LAST_STEP))} <= {read.on} {limit}"
 
 
 def _step_deadline(read: Readings) -> str:
@@ -234,7 +231,8 @@ def _step_deadline(read: Readings) -> str:
 def _rendezvous_stuck(read: Readings) -> AlertRule:
     entered = read.top(catalog.RUN_STATE_ENTERED, state=RunState.RENDEZVOUS)
     past = read.top(catalog.RUN_STATE_ENTERED, state=PAST_RENDEZVOUS)
-    since = f"(time() - ({read.of(catalog.INCIDENT_OPENED)} > 0) or {read.on} time() - {entered})"
+    opened = f"({read.of(catalog.INCIDENT_OPENED)} > 0)"
+    since = f"({read.age(opened)} or {read.on} {read.age(entered)})"
     limit = f"{number(read.values.rendezvous_ratio)} * {read.top(catalog.PHASE_DEADLINE, phase='rendezvous')}"
     world = lookup(read.of(catalog.WORLD_SIZE), read.values, condition=" > 0")
     nodes = lookup(read.of(catalog.RENDEZVOUS_NODES), read.values, matchers=f"state{one_of(['missing'])}")
@@ -264,7 +262,7 @@ def _startup_overdue(read: Readings) -> AlertRule:
         name="NvrxStartupOverdue",
         verdict="start-up takes too long",
         severity="critical",
-        expr=f"(time() - {starting})\n> {read.on}\n"
+        expr=f"{read.age(starting)}\n> {read.on}\n"
         f"{number(read.values.startup_ratio)} * {read.deadlines(*STARTUP_PHASES)}\n"
         f"and {read.on}\n({read.of(catalog.LAST_STEP)} <= {read.on} {starting})\n"
         f"unless {read.on}\n({opened} > 0)\n{read.expected}",
@@ -298,7 +296,7 @@ def _retry_cap_breached(read: Readings) -> AlertRule:
         verdict="restarts past its caps",
         severity="critical",
         expr=f"({formed(catalog.GENERATIONS, 'window')}\nor {read.on}\n{formed(catalog.LAUNCHER_STARTS, 'startup')})\n"
-        f"and {read.on}\n((time() - {read.of(catalog.LAST_NEW_STEP)}) > {number(values.retry_cap_window_s)})\n"
+        f"and {read.on}\n({read.age(read.of(catalog.LAST_NEW_STEP))} > {number(values.retry_cap_window_s)})\n"
         f"{read.expected}",
         keep_firing_s=values.hold_s,
         meaning="More groups were formed, or more launchers started, without one new step than the retry caps allow: "
@@ -306,7 +304,7 @@ def _retry_cap_breached(read: Readings) -> AlertRule:
         clears="With the first new step, or when the run ends, after `hold_s`.",
         summary="Run {{ $labels.run }} restarts past its caps{{ if $value }}: {{ $value }} starts without a new step"
         "{{ end }}.",
-        cured=f"(time() - {read.of(catalog.LAST_NEW_STEP)} <= {number(values.retry_cap_window_s)})\n{read.expected}",
+        cured=f"({read.age(read.of(catalog.LAST_NEW_STEP))} <= {number(values.retry_cap_window_s)})\n{read.expected}",
         resolved="new steps are committed again",
         description=(
             f"Within {window} without a new step the run was started more often than its caps allow. Either budgets "

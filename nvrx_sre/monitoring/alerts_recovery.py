@@ -14,6 +14,7 @@ from nvrx_sre.monitoring.promql import number
 from nvrx_sre.monitoring.recordings import Readings
 from nvrx_sre.monitoring.rule import AlertRule
 from nvrx_sre.telemetry import catalog
+from nvrx_sre.telemetry.catalog import Suspect
 
 
 def recovery_alerts(read: Readings) -> list[AlertRule]:
@@ -101,14 +102,15 @@ def _unknown_progress(read: Readings) -> AlertRule:
 
 
 def _repeated_device_fault(read: Readings) -> AlertRule:
-    gained = read.gained(catalog.NODE_FAULTS, read.values.device_window_s)
+    gained = read.gained(catalog.NODE_FAULTS, read.values.device_window_s, suspect=Suspect.NODE)
     limit = f"{number(read.values.device_fault_ratio)} * {read.top(catalog.BUDGET_LIMIT, cap='device')}"
     return AlertRule(
         name="NvrxRepeatedDeviceFault",
         verdict="one node causes the faults",
         severity="warning",
-        expr=f"{gained}\n>= {read.on} group_left ()\n{limit}\n{read.expected}",
-        meaning="Faults keep having their root on one node (label `node`), recovered or not.",
+        expr=f"max {read.by_keys('node')} ({gained})\n>= {read.on} group_left ()\n{limit}\n{read.expected}",
+        meaning="Faults keep having their root on one node (label `node`), recovered or not, of classes that a bad "
+        "device or node shows as. An exception of the program is none of them, wherever it is raised.",
         clears="When the faults are older than `device_window_s`.",
         summary="Run {{ $labels.run }}: {{ $value }} faults with their root on node {{ $labels.node }}.",
         description=(

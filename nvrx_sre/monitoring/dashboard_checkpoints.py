@@ -37,7 +37,7 @@ def rows(q: Query) -> list[Row]:
 
 
 def _summary(q: Query) -> tuple[Panel, ...]:
-    age = f"time() - {q.latest(catalog.CHECKPOINT_CAPTURED, 'tier')}"
+    age = q.age(q.latest(catalog.CHECKPOINT_CAPTURED, "tier"))
     step = f"{q.latest(catalog.CHECKPOINT_STEP, 'tier')} >= 0"
     at_risk = f"{q.latest(catalog.STEP_HIGH_WATER)} - ({q.latest(catalog.CHECKPOINT_STEP, tier='durable')} >= 0)"
     return (
@@ -67,7 +67,7 @@ def _load(q: Query) -> tuple[Panel, ...]:
         timeseries(
             "Age of the newest state", "Age of the newest restorable state of each tier, beside the interval that is "
             "expected of the durable one.", "s", 8,
-            course(f"time() - {q.latest(catalog.CHECKPOINT_CAPTURED, 'tier')}", "{{tier}}"),
+            course(q.age(q.latest(catalog.CHECKPOINT_CAPTURED, "tier")), "{{tier}}"),
             course(f"{q.latest(catalog.CHECKPOINT_INTERVAL)} > 0", "expected interval"), minimum=0,
             overrides=(Override(name="expected interval", color=GREY, dashed=True),),
         ),
@@ -90,7 +90,7 @@ def _load(q: Query) -> tuple[Panel, ...]:
             "Write time", "Time that the newest durable save took, commit included, and how long the save in flight "
             "has been running.", "s", 8,
             course(q.latest(catalog.CHECKPOINT_WRITE_SECONDS), "newest save"),
-            course(f"time() - ({q.latest(catalog.SAVE_STARTED)} > 0)", "in flight"), minimum=0,
+            course(q.age(f"{q.latest(catalog.SAVE_STARTED)} > 0"), "in flight"), minimum=0,
         ),
         timeseries(
             "Goodput at stake", "Training goodput beside its part that a verified durable commit holds: the gap is "

@@ -70,7 +70,7 @@ def _runs(q: Query, run_url: str) -> Panel:
     signals = Signals(q=q)
     used = f"({q.live(catalog.BUDGET_USED, 'cap', memory_s=MEMORY_S)})"
     limit = f"({q.latest(catalog.BUDGET_LIMIT, 'cap', memory_s=MEMORY_S)} > 0)"
-    age = f"time() - {q.latest(catalog.CHECKPOINT_CAPTURED, memory_s=MEMORY_S, tier='durable')}"
+    age = q.shown_age(q.latest(catalog.CHECKPOINT_CAPTURED, memory_s=MEMORY_S, tier="durable"))
     goodput = q.latest(catalog.GOODPUT_RATIO, memory_s=MEMORY_S, kind="training")
     variables = "&".join(f"var-{label}=${{__data.fields.{label.capitalize()}}}" for label in q.group_labels)
     keys = [
@@ -83,7 +83,7 @@ def _runs(q: Query, run_url: str) -> Panel:
         [
             *keys,
             Column(title="Verdict", expr=situation(q), mappings=WORDS),
-            Column(title="Since new step", expr=f"time() - {signals.last_new_step}", unit="s", decimals=0),
+            Column(title="Since new step", expr=q.shown_age(signals.last_new_step), unit="s", decimals=0),
             Column(title="Budget left", expr=f"min by {q.keys()} (1 - {used} / {limit})", unit=PERCENTAGE, decimals=0,
                    steps=(Step(color=RED), Step(color=ORANGE, value=0.01), Step(color=GREEN, value=0.5))),
             Column(title="Checkpoint age", expr=age, unit="s", decimals=0),
@@ -135,11 +135,12 @@ def _lost(q: Query) -> tuple[Panel, ...]:
 
 
 def _culprits(q: Query) -> tuple[Panel, ...]:
-    faults = q.gain(catalog.NODE_FAULTS, "node", window=CULPRIT_WINDOW)
+    faults = q.gain(catalog.NODE_FAULTS, "node", window=CULPRIT_WINDOW, suspect="node")
     return (
         table(
-            "Culprit nodes", "Nodes by root faults of all runs within 30 days, and how many runs they struck: one run "
-            "is a suspect job, several are a suspect node.", 12,
+            "Culprit nodes", "Nodes by root faults that speak against a node (it was lost, a rank was killed or hung, "
+            "a device failed; no exception of a program), of all runs within 30 days, and how many runs they struck: "
+            "one run is a suspect job, several are a suspect node.", 12,
             [
                 Column(title="Node", label="node"),
                 Column(title="Faults", expr=f"topk({MAX_ROWS}, sum by (node) ({faults}) > 0)", decimals=0),

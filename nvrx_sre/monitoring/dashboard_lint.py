@@ -28,6 +28,7 @@ from nvrx_sre.telemetry.metric import MetricType
 DATA_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RAW_COUNTERS = {
     catalog.STEPS.name: "steps so far",
+    catalog.WALL_SECONDS.name: "with the run's start, its own clock (`Query.clock`)",
     catalog.REPLAY_DIVERGENCES.name: "one ever is too many",
     catalog.TIME_SECONDS.name: "wall time so far by state",
     catalog.INCIDENT_OUTCOMES.name: "opened minus ended is open",

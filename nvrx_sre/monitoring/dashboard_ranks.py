@@ -57,8 +57,7 @@ def _summary(q: Query) -> tuple[Panel, ...]:
              runbooks=("NvrxStandbyMissing",), decimals=0,
              steps=(Step(color=ORANGE), Step(color=GREEN, value=1))),
         stat("Oldest heartbeat", "The rank that has been silent for longest, and the time since its last message.", "s",
-             6, now(f"topk by {q.keys()} (1, time() - ({_by_rank(q, catalog.RANK_HEARTBEAT, 'min')} > 0))",
-                    "rank {{rank}}"),
+             6, now(f"topk by {q.keys()} (1, {_silent_for(q)})", "rank {{rank}}"),
              decimals=1, text_mode="value_and_name",
              steps=(Step(color=GREEN), Step(color=ORANGE, value=10), Step(color=RED, value=60))),
         stat("Slowest rank", "The rank that comes last to the first collective of a step, and how late, smoothed. Step "
@@ -84,14 +83,29 @@ def _by_rank(q: Query, metric: Metric, end: str) -> str:
     return f"({q.latest(metric, 'rank')} or {summary})"
 
 
+def _heartbeat_age(q: Query, heartbeat: Metric, *by: str) -> str:
+    """Age of a heartbeat at the newest turn of its own launcher's loop, by that node's clock."""
+    turned = q.series(catalog.LAUNCHER_LOOP)
+    one_of_many = "ignoring (rank) group_right () " if by else ""
+    aged = f"{turned} - {one_of_many}({q.series(heartbeat)} > 0)"
+    return f"max by {q.keys(*by)} (clamp_min({aged}, 0))"
+
+
+def _silent_for(q: Query) -> str:
+    """Ages of the ranks' heartbeats; of a summary, the greatest with its rank as a label."""
+    rank = f'count_values without () ("rank", {q.latest(catalog.RANK_SUMMARIES[catalog.RANK_HEARTBEAT.name][2])} >= 0)'
+    summary = f"({rank}) * on {q.keys()} group_left () {_heartbeat_age(q, _extreme(catalog.RANK_HEARTBEAT, 'min'))}"
+    return f"({_heartbeat_age(q, catalog.RANK_HEARTBEAT, 'rank')} or {summary})"
+
+
 def _ranks(q: Query) -> tuple[Panel, ...]:
     both = (Override(name="greatest", color=RED), Override(name="least", color=GREY))
     return (
         timeseries(
             "Heartbeat age", "Time since each rank's last message. It comes while the interpreter turns: a rank that "
             "is stuck in a native call falls silent.", "s", 8,
-            course(f"time() - ({q.latest(catalog.RANK_HEARTBEAT, 'rank')} > 0)", "rank {{rank}}"),
-            course(f"time() - ({q.latest(_extreme(catalog.RANK_HEARTBEAT, 'min'))} > 0)", "greatest"),
+            course(_heartbeat_age(q, catalog.RANK_HEARTBEAT, "rank"), "rank {{rank}}"),
+            course(_heartbeat_age(q, _extreme(catalog.RANK_HEARTBEAT, "min")), "greatest"),
             minimum=0, overrides=both,
         ),
         timeseries(

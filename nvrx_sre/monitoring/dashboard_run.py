@@ -71,13 +71,13 @@ def _verdict(q: Query, signals: Signals) -> tuple[Panel, ...]:
         ),
         stat(
             "State", "What the run is doing: the state that it entered last, and for how long it has been in it.", "s",
-            TOP_WIDTH, now(f"time() - {signals.current}", "{{state}}"), height=TOP_HEIGHT,
+            TOP_WIDTH, now(q.shown_age(signals.current), "{{state}}"), height=TOP_HEIGHT,
             text_mode="value_and_name", steps=(Step(color=BLUE),), decimals=0,
         ),
         stat(
             "New steps now?", "Time since a step was committed that had never been committed before (redone steps do "
             "not count), beside the progress deadline of the phase in force.", "s", TOP_WIDTH,
-            now(f"time() - {signals.last_new_step}", "since the last"), now(signals.deadline, "limit"),
+            now(q.shown_age(signals.last_new_step), "since the last"), now(signals.deadline, "limit"),
             runbooks=("NvrxRunStalled", "NvrxStartupOverdue"), height=TOP_HEIGHT, steps=(Step(color=BLUE),), decimals=0,
             overrides=(Override(name="limit", color=GREY),),
         ),
@@ -113,7 +113,7 @@ def _risk(q: Query, signals: Signals) -> tuple[Panel, ...]:
         stat(
             "Last good checkpoint", "Age of the newest durable state, counted from its capture (before the first save: "
             "from the run's start), and the steps that would be trained again if the node were lost now.", "s",
-            TOP_WIDTH, now(f"time() - {durable}", "age"), now(at_risk, "steps at risk"),
+            TOP_WIDTH, now(q.shown_age(durable), "age"), now(at_risk, "steps at risk"),
             runbooks=("NvrxCheckpointStale",),
             height=TOP_HEIGHT,
             steps=(Step(color=BLUE),), no_value="none yet", decimals=0,
@@ -148,7 +148,7 @@ def _open_incident(q: Query, signals: Signals) -> str:
     places = q.latest(catalog.RANK_INFO, "rank", "node", memory_s=MEMORY_S)
     placed = f"{rank} * on {q.keys('rank')} group_left (node) {places}"
     root = f"({placed} or {rank} unless on {keys} {placed})"
-    aged = f"{faults} * 0 + on {keys} group_left () (time() - {signals.opened})"
+    aged = f"{faults} * 0 + on {keys} group_left () {q.shown_age(signals.opened)}"
     return f"({aged}) * on {keys} group_left (rank, node) {root}"
 
 
@@ -164,7 +164,7 @@ def _budget_left(q: Query) -> str:
 
 def _trouble(q: Query, signals: Signals) -> str:
     """1 while the run trains nothing new: an incident is open, it is halted, or its deadline has passed; else 0."""
-    overdue = f"(time() - {signals.last_new_step} > {signals.deadline})"
+    overdue = f"({q.shown_age(signals.last_new_step)} > {signals.deadline})"
     ended = signals.within("finished", "preempted")
     return f"(({signals.opened} or {signals.halted} or {overdue}) * 0 + 1 unless {ended})"
 
@@ -177,7 +177,7 @@ def _idle(q: Query, signals: Signals) -> str:
 
 def _idle_hours(q: Query, signals: Signals) -> str:
     configured = q.latest(catalog.WORLD_SIZE_CONFIGURED, memory_s=MEMORY_S)
-    lost = f"{configured} * {_trouble(q, signals)} * (time() - {signals.last_new_step}) / 3600"
+    lost = f"{configured} * {_trouble(q, signals)} * {q.shown_age(signals.last_new_step)} / 3600"
     return f"{lost} or {configured} * 0"
 
 
@@ -195,7 +195,7 @@ def _is_new(q: Query, signals: Signals, info: Metric, *labels: str) -> str:
     first = f"min by {one} (min_over_time({seen}))"
     last = f"max by {one} (max_over_time({seen}))"
     current = f"max by {keys} ({first} and on {one} ({last} == on {keys} group_left () max by {keys} ({last})))"
-    return f"(count by {keys} ({first}) > bool 1) * ({current} > bool {signals.last_new_step})"
+    return f"(count by {keys} ({first}) > bool 1) * ({current} > bool {q.seen(signals.last_new_step)})"
 
 
 def _time(q: Query) -> tuple[Panel, ...]:
@@ -352,7 +352,7 @@ def _checkpoints(q: Query) -> tuple[Panel, ...]:
         timeseries(
             "Checkpoint age", "Age of the newest restorable state of each tier, beside the interval that is expected "
             "of the durable one.", "s", 8,
-            course(f"time() - {q.latest(catalog.CHECKPOINT_CAPTURED, 'tier')}", "{{tier}} age"),
+            course(q.age(q.latest(catalog.CHECKPOINT_CAPTURED, "tier")), "{{tier}} age"),
             course(f"{q.latest(catalog.CHECKPOINT_INTERVAL)} > 0", "expected interval"), minimum=0,
             overrides=(Override(name="expected interval", color=GREY, dashed=True),),
         ),

@@ -39,8 +39,8 @@ def _summary(q: Query) -> tuple[Panel, ...]:
              now(dropped, "dropped"), runbooks=("NvrxTelemetryDropping",), decimals=0, steps=clean),
         stat("Errors", "Errors of telemetry in the chosen time range; none of them touched training.", "none", 5,
              now(errors, "errors"), decimals=0, steps=clean),
-        stat("Oldest loop", "Time since the main loop of the slowest launcher turned; above 5 s it is stuck.",
-             "s", 5, now(f"time() - min({q.series(ANCHOR)} > 0)", "ago"), runbooks=("NvrxLauncherStuck",), decimals=1,
+        stat("Oldest loop", "Time since the slowest leader's loop turned, by its own clock; above 5 s it is stuck.",
+             "s", 5, now(f"max({q.clock()} - {q.series(ANCHOR)})", "ago"), runbooks=("NvrxLauncherStuck",), decimals=1,
              steps=(Step(color=GREEN), Step(color=ORANGE, value=20), Step(color=RED, value=60))),
         stat("Journal repairs", "Torn last lines that a launcher cut off a journal at its start.", "none", 4,
              now(f"sum({q.latest(catalog.JOURNAL_REPAIRS)})", "repairs"), decimals=0, steps=clean),
@@ -124,9 +124,8 @@ def _launchers(q: Query) -> tuple[Panel, ...]:
             course(q.latest(catalog.LEADERS_LOST), "{{run}} lost"), minimum=0, decimals=0,
         ),
         timeseries(
-            "Age of the launcher's loop", "Time since each launcher's main loop turned, as of the last scrape.", "s",
-            12,
-            course(f"timestamp({q.series(ANCHOR)}) - ({q.series(ANCHOR)} > 0)", "{{run}} {{instance}}"), minimum=0,
+            "Age of the launcher's loop", "Time since each leader's loop turned, by its own clock at the scrape.", "s",
+            12, course(f"{q.clock()} - {q.series(ANCHOR)}", "{{run}} {{instance}}"), minimum=0,
         ),
         timeseries(
             "Time not booked yet", "Wall time that no state holds yet: it grows while nothing is reported.", "s", 12,

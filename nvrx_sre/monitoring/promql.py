@@ -3,7 +3,8 @@
 Model: `Query` binds the grouping labels and the matchers that select a run; its methods turn a `Metric` into
 text. A matcher on a label, or a label value, that the metric does not have, `rate` of a gauge and an instant
 read of a histogram are errors where the expression is built (failure case C72). Rates are taken before any
-aggregation (C70); pods are aggregated away with `max` first (C69).
+aggregation (C70); pods are aggregated away with `max` first (C69). An age is judged by the run's own clock at the
+scrape, never by `time()`: an old scrape or two clocks that differ must not make what is well look late.
 
 Thread safety: immutable. Must not: spell a metric name.
 """
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nvrx_sre.core.errors import InternalError
+from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.metric import RUN_LABEL, Metric, MetricType
 
 CUMULATIVE = (MetricType.COUNTER, MetricType.HISTOGRAM)
@@ -71,6 +73,26 @@ class Query:
         """Newest value of a gauge that may fall: a remembered sample counts only where there is no live one."""
         now = self.latest(metric, *by, memory_s=0.0, **labels)
         return f"{now}\nor\n{self.latest(metric, *by, memory_s=memory_s, **labels)}"
+
+    def clock(self) -> str:
+        """The run's own time at each scrape, with the labels of its target: a launcher's, or an exporter's of it."""
+        return f"({self.series(catalog.RUN_START_TIMESTAMP)} + {self.series(catalog.WALL_SECONDS)})"
+
+    def ahead(self) -> str:
+        """By how much the run's clock is ahead of Prometheus' at each scrape (seconds)."""
+        return f"({self.clock()} - timestamp({self.series(catalog.WALL_SECONDS)}))"
+
+    def age(self, since: str) -> str:
+        """Seconds from `since`, by the key and maybe more labels, to the run's own time; nothing without a scrape."""
+        return f"(max by {self.keys()} ({self.clock()}) - on {self.keys()} group_right () ({since}))"
+
+    def shown_age(self, since: str) -> str:
+        """The same for a person: of a run that is not scraped, the time until now by Prometheus' clock."""
+        return f"({self.age(since)} or time() - ({since}))"
+
+    def seen(self, stamp: str) -> str:
+        """A stamp of the run, by the key, in Prometheus' time; as it is without a scrape."""
+        return f"({stamp} - on {self.keys()} max by {self.keys()} ({self.ahead()}) or {stamp})"
 
     def rate(self, metric: Metric, *by: str, window: str, suffix: str = "", **labels: str | Sequence[str]) -> str:
         """Per-second rate of a counter or of a histogram's parts."""

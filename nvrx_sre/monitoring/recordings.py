@@ -5,7 +5,13 @@ old pod said nor counts it twice (failure case C69). Three kinds:
 
 - `newest`: the greatest value within `sample_memory_s`. For what only grows: counters, entry times.
 - `live`: the value of this scrape; a remembered one only where there is none. For what may fall.
-- particular ones: which pods answer, ratios that are taken within one pod before pods are compared.
+- particular ones: the clock, and ratios that are taken within one pod before pods are compared.
+
+Time limits are judged by the run's own clock at its newest scrape (`CLOCK`), on which everything that it exports is
+stamped. `time()` would add the age of that scrape and what the two clocks differ by: a gap of three minutes would
+page for a run that trains. Without scrapes the clock stands still, and what is said is that scrapes are missing
+(`SCRAPED`, in Prometheus' time). Over several nodes only the leader counts: followers export their node alone, so
+they neither lend it a heartbeat nor answer in its place.
 
 A label of the key that the scrape does not set becomes `none`, so that it is never empty and no inhibition matches
 two runs because both lack it.
@@ -15,8 +21,8 @@ Pure. Must not: use `increase`, which extrapolates (C65) and misses a first even
 
 from __future__ import annotations
 
-from nvrx_sre.monitoring.promql import Query, duration, number, one_of, recorded
-from nvrx_sre.monitoring.rule import DEV_RUN, UNKNOWN_LABEL, RecordingRule
+from nvrx_sre.monitoring.promql import Query, duration, one_of, recorded
+from nvrx_sre.monitoring.rule import AHEAD, DEV_RUN, UNKNOWN_LABEL, RecordingRule
 from nvrx_sre.monitoring.values import Values
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import MemoryKind, RunState, SpaceKind
@@ -29,14 +35,17 @@ EXPECTED_STATES = tuple(state for state in RunState if state not in SETTLED_STAT
 """States in which the run works, or should be started again by its orchestrator."""
 ACTIVE_STATES = tuple(state for state in RunState if state is not RunState.HALTED)
 
-MOST_SCRAPES = 0.5
-"""Share of a window's scrapes from which a run counts as answering."""
-
 MAX_ACTIVE = recorded(catalog.RUN_STATE_ENTERED, "max_active")
 MAX_HALTED = recorded(catalog.RUN_STATE_ENTERED, "max_halted")
 MAX_EXPECTED = recorded(catalog.RUN_STATE_ENTERED, "max_expected")
 MAX_SETTLED = recorded(catalog.RUN_STATE_ENTERED, "max_settled")
-PRESENT = recorded(catalog.LAUNCHER_LOOP, "present")
+CLOCK = recorded(catalog.LAUNCHER_LOOP, "clock")
+"""The run's own time: the newest turn of its leader's loop, so that a loop that stands still makes nothing else late;
+of a run that only an exporter shows, the exporter's."""
+LOOP_AGE = recorded(catalog.LAUNCHER_LOOP, "age")
+"""How long the leader's loop had not turned at the scrape, by its own clock; of two leaders, the one that turns."""
+SCRAPED = recorded(catalog.LAUNCHER_LOOP, "scraped")
+"""When a scrape of the leader last succeeded, in Prometheus' time."""
 MAX_SKEW = recorded(catalog.CLOCK_SKEW, "max_abs")
 MEMORY_PRESSURE = recorded(catalog.HOST_MEMORY, "max_pressure")
 MIN_FREE = recorded(catalog.STORAGE, "min_free")
@@ -47,13 +56,12 @@ _NEWEST: tuple[tuple[Metric, tuple[str, ...]], ...] = (
     (catalog.PHASE_ENTERED, ("phase",)),
     (catalog.LAST_NEW_STEP, ()),
     (catalog.LAST_STEP, ()),
-    (catalog.LAUNCHER_LOOP, ()),
     (catalog.STEP_HIGH_WATER, ()),
     (catalog.GENERATIONS, ()),
     (catalog.LAUNCHER_STARTS, ()),
     (catalog.INCIDENTS, ("verdict",)),
     (catalog.INCIDENTS_DEGRADED, ()),
-    (catalog.NODE_FAULTS, ("node",)),
+    (catalog.NODE_FAULTS, ("node", "suspect")),
     (catalog.FRESH_STARTS, ("progress",)),
     (catalog.SAVES, ("tier", "outcome")),
     (catalog.CHECKPOINT_REJECTED, ("reason",)),
@@ -106,7 +114,7 @@ def recording_rules(values: Values) -> list[RecordingRule]:
         _rule(metric, "max", query.latest(metric, *by, memory_s=memory_s), values, by=by) for metric, by in _NEWEST
     ]
     rules += [_rule(metric, "max", query.live(metric, *by, memory_s=memory_s), values, by=by) for metric, by in _LIVE]
-    return [*rules, *_states(query, values), *_pods(query, values), *_nodes(query, values)]
+    return [*rules, *_clocks(query, values), *_states(query, values), *_pods(query, values), *_nodes(query, values)]
 
 
 def _rule(metric: Metric, operation: str, expr: str, values: Values, *, by: tuple[str, ...] = ()) -> RecordingRule:
@@ -114,6 +122,21 @@ def _rule(metric: Metric, operation: str, expr: str, values: Values, *, by: tupl
     return RecordingRule(
         name=recorded(metric, operation), expr=filled(expr, values), metric=metric, labels=by, cumulative=grows
     )
+
+
+def _clocks(query: Query, values: Values) -> list[RecordingRule]:
+    """Times of a run and of its scrapes. Only a leader has both a loop and the families of the job."""
+    loop, job, keys = query.series(catalog.LAUNCHER_LOOP), query.series(catalog.WALL_SECONDS), query.keys()
+    memory = duration(values.sample_memory_s)
+    remembered = f"last_over_time({loop}[{memory}]) and last_over_time({job}[{memory}])"
+    clock = "\nor\n".join(f"max by {keys} ({each})" for each in (f"{loop} and {job}", remembered, query.clock()))
+    ahead = f"max by {keys} ({query.ahead()} and {loop})\nor\nmax by {keys} ({query.ahead()})"
+    return [
+        _rule(catalog.LAUNCHER_LOOP, "clock", clock, values),
+        _rule(catalog.LAUNCHER_LOOP, "age", f"min by {keys} ({query.clock()} - {loop})", values),
+        _rule(catalog.LAUNCHER_LOOP, "scraped", f"max by {keys} (timestamp({loop}) and {job})", values),
+        RecordingRule(name=AHEAD, expr=filled(ahead, values), metric=catalog.CLOCK_SKEW),
+    ]
 
 
 def _states(query: Query, values: Values) -> list[RecordingRule]:
@@ -134,18 +157,15 @@ def _states(query: Query, values: Values) -> list[RecordingRule]:
 
 
 def _pods(query: Query, values: Values) -> list[RecordingRule]:
-    """Which runs answer, with which catalog and priority."""
-    loop, info, build = catalog.LAUNCHER_LOOP, catalog.RUN_INFO, catalog.BUILD_INFO
+    """With which catalog and priority a run runs."""
+    info, build = catalog.RUN_INFO, catalog.BUILD_INFO
     keys = query.keys()
-    known = query.latest(loop, memory_s=values.sample_memory_s)
-    present = f"group by {keys} ({query.series(loop)})\nor\n0 * {known}"
     # a pod with another priority is the newer one: `dev` must not outlive it
     dev = f'group by {keys} ({info.name}{{priority!="dev"}}) - 1\nor\ngroup by {keys} ({info.name})'
     # what a live pod says ends the memory of any other catalog, as after an upgrade
     remembered = query.latest(build, "catalog", memory_s=values.sample_memory_s)
     builds = f"{query.latest(build, 'catalog')}\nor on {keys}\n{remembered}"
     return [
-        _rule(loop, "present", present, values),
         RecordingRule(name=DEV_RUN, expr=filled(dev, values), metric=info),
         _rule(build, "max", builds, values, by=("catalog",)),
     ]
@@ -211,13 +231,22 @@ class Readings:
         """Sum of the deadlines of `phases`."""
         return f"sum {self.by} ({self.of(catalog.PHASE_DEADLINE, phase=phases)})"
 
-    def lately(self, series: str) -> str:
+    def lately(self, series: str, memory_s: float = 0.0) -> str:
         """A recording without a memory of its own, with one."""
-        return f"last_over_time({series}[{duration(self.values.sample_memory_s)}])"
+        return f"last_over_time({series}[{duration(memory_s or self.values.sample_memory_s)}])"
 
-    def answers(self, window_s: float) -> str:
-        """Condition: most scrapes of the window succeeded. Two of three are enough, one of three is not (C67)."""
-        return f"avg_over_time({PRESENT}[{duration(window_s)}]) >= {number(MOST_SCRAPES)}"
+    def age(self, stamp: str) -> str:
+        """Seconds from a stamp of the run, by the key, to its own time as of the newest scrape."""
+        return f"({CLOCK} - {self.on} {stamp})"
+
+    def ages(self, stamps: str) -> str:
+        """The same of stamps with more labels than the key."""
+        return f"({CLOCK} - {self.on} group_right () ({stamps}))"
+
+    @property
+    def silence(self) -> str:
+        """Seconds since a scrape of the run last succeeded, by Prometheus' clock alone."""
+        return f"(time() - {self.lately(SCRAPED, self.values.missing_memory_s)})"
 
     @property
     def expected(self) -> str:

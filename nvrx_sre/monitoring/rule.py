@@ -25,6 +25,8 @@ ENDED = "run:alerts:ended"
 """Recorded (`endings`): pages that fired at the evaluation before and whose cause is cured now, with the value 0."""
 FOR_LONG = "{{ if $value }} for {{ $value | humanizeDuration }}{{ end }}"
 """In a summary: how long, but where the alert fires with 0 to say how it ended."""
+AHEAD = f"{RUN_LABEL}:{catalog.CLOCK_SKEW.name}:ahead"
+"""Recorded: by how much the run's clock is ahead of Prometheus'; nothing in a gap between scrapes."""
 DEV_RUN = f"{RUN_LABEL}:{catalog.RUN_INFO.name}:dev"
 """Recorded: 1 for a run whose priority is `dev`, else 0."""
 
@@ -105,14 +107,17 @@ class AlertRule:
 
 def _facts(verdict: str, values: Values) -> dict[str, str]:
     """What a person wants to know of any run that alerts, asked when the alert is evaluated; empty where unknown."""
-    newest = f"time() - {RUN_LABEL}:{catalog.LAST_NEW_STEP.name}:max"
+    on = f"on ({', '.join(values.group_labels)})"
+    # the time until now, not until the newest scrape, less what the two clocks differ by
+    until_now = f" * -1 + time() + {on} last_over_time({AHEAD}[{duration(values.sample_memory_s)}])"
+    age = lookup(f"{RUN_LABEL}:{catalog.LAST_NEW_STEP.name}:max", values, condition=until_now)
     rank = lookup(f"{RUN_LABEL}:{catalog.INCIDENT_ROOT_RANK.name}:max", values, condition=" >= 0")
     where = f'{catalog.RANK_INFO.name}{{run=%q,rank=\\"%.0f\\"}}'
     host = f'query (printf "{where}" $labels.run (. | first | value))'
     world = lookup(f"{RUN_LABEL}:{catalog.WORLD_SIZE_CONFIGURED.name}:max", values)
     return {
         "verdict": verdict,
-        "progress": f"{{{{ with {lookup(newest, values)} }}}}last new step "
+        "progress": f"{{{{ with {age} }}}}last new step "
         "{{ . | first | value | humanizeDuration }} ago{{ end }}",
         "culprit": f"{{{{ with {rank} }}}}rank {{{{ . | first | value }}}}{{{{ with {host} }}}} on "
         '{{ . | first | label "node" }}{{ end }}{{ end }}',

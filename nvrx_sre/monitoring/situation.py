@@ -10,6 +10,8 @@ top. What a dead launcher said last is remembered for `MEMORY_S`: a run whose po
   acted and did not.
 - silent: no live series, though the run has not ended.
 
+How long something lasts is judged by the run's own clock, as of its newest scrape (`Query.age`).
+
 Pure. Must not: spell a metric name.
 """
 
@@ -137,7 +139,7 @@ def situation(q: Query) -> str:
     stuck = f"{STUCK_RATIO} * {q.latest(catalog.PHASE_DEADLINE, memory_s=MEMORY_S, phase='rendezvous')}"
     live = q.latest(catalog.RUN_STATE_ENTERED)
     flapping = q.gain(catalog.INCIDENTS, window=FLAPPING_WINDOW, verdict="flapping")
-    overdue = f"(time() - {signals.idle_since} > {STALLED_RATIO} * {signals.deadline})"
+    overdue = f"({q.age(signals.idle_since)} > {STALLED_RATIO} * {signals.deadline})"
     conditions = {
         Situation.FINISHED: signals.within("finished"),
         Situation.HALTED: f"({signals.halted} and {signals.within('halted')})",
@@ -145,7 +147,7 @@ def situation(q: Query) -> str:
         Situation.PREEMPTED: signals.within("preempted"),
         Situation.CRASH_LOOP: f"({signals.opened} and {signals.attempts} >= ({limit} > 0))",
         Situation.SILENT: f"({q.latest(catalog.RUN_STATE_ENTERED, memory_s=MEMORY_S)} unless {live})",
-        Situation.RENDEZVOUS_STUCK: f"(time() - {signals.within('rendezvous')} > {stuck})",
+        Situation.RENDEZVOUS_STUCK: f"({q.age(signals.within('rendezvous'))} > {stuck})",
         Situation.STALLED: overdue,
         Situation.FLAPPING: f"({flapping} > 0)",
         Situation.RECOVERING: signals.opened,

@@ -6,9 +6,11 @@ ratio is above factor x (1 - objective), in the window and in a twelfth of it, s
 (Google SRE workbook, chapter 5). A factor that makes the threshold 1 or more can never fire, one below 1 would fire
 within the objective: both are refused.
 
-Loss ratio = 1 - time in new steps / (wall time - suspended - evaluation). The denominator is the wall counter,
+Loss ratio = 1 - time in new steps / (wall time - suspended - halted - evaluation). The denominator is the wall counter,
 which grows during a hang; a sum of booked intervals would be 0/0. Rates are taken of recorded counters of the whole
-run, so that the time between two pods is in them. Start-up is excluded by asking for a step throughout the window.
+run, so that the time between two pods is in them. A halt was paged, or asked for, when it came. Start-up is excluded by
+asking for a step throughout the window, and by asking that most of the window was watched: the first minutes that a new
+Prometheus sees of a resumed run are start-up too.
 
 Pure. Raises `UserError` for values whose rule could not fire.
 """
@@ -79,7 +81,7 @@ def slo_recordings(values: Values) -> list[RecordingRule]:
 def _loss(read: Readings, window_s: float) -> RecordingRule:
     window = duration(window_s)
     new = f"rate({read.of(catalog.TIME_SECONDS, state='new')}[{window}])"
-    excluded = f"rate({read.of(catalog.TIME_SECONDS, state=('suspended', 'evaluate'))}[{window}])"
+    excluded = f"rate({read.of(catalog.TIME_SECONDS, state=('suspended', 'halted', 'evaluate'))}[{window}])"
     wall = f"rate({read.of(catalog.WALL_SECONDS)}[{window}])"
     expr = f"1 - max {read.by} ({new})\n/ {read.on}\n(({wall} - {read.on} sum {read.by} ({excluded})) > 0)"
     return RecordingRule(name=loss_series(window_s), expr=filled(expr, read.values), metric=catalog.TIME_SECONDS)
@@ -102,10 +104,10 @@ def _alert(read: Readings, burn: Burn, severity: str, condition: str) -> AlertRu
     long, short = loss_series(burn.window_s), loss_series(burn.short_s)
     limit, window = number(burn.threshold), duration(burn.window_s)
     started = f"min_over_time({read.of(catalog.STEP_HIGH_WATER)}[{window}]) > 0"
-    expr = (
-        f"{long} > {limit}\nand {read.on}\n({short} > {limit})\n"
-        f"and {read.on}\n({started})\n{f'{condition}{chr(10)}' if condition else ''}{read.expected}"
-    )
+    wall, least = read.of(catalog.WALL_SECONDS), number(read.values.burn_observed_ratio * burn.window_s)
+    watched = f"({wall} - min_over_time({wall}[{window}])) >= {least}"
+    clauses = [f"{long} > {limit}", *(f"and {read.on}\n({item})" for item in (f"{short} > {limit}", started, watched))]
+    expr = "\n".join([*clauses, *([condition] if condition else []), read.expected])
     page = "costly" if condition else burn.name
     return AlertRule(
         name="NvrxGoodputBurn",
@@ -114,12 +116,13 @@ def _alert(read: Readings, burn: Burn, severity: str, condition: str) -> AlertRu
         expr=expr,
         keep_firing_s=read.values.hold_s,
         labels=(("burn", page),),
-        meaning=f"Over {window} the run lost more than {limit} of its time (factor {burn.factor:.3g} of the budget)"
+        meaning=f"Over {window}, which was watched, the run lost more than {limit} of its time "
+        f"(factor {burn.factor:.3g} of the budget)"
         + (", and wastes more than `burn_page_gpu_hours`." if condition else "."),
         clears="When the loss over the short window is below the threshold, after `hold_s`.",
         summary=f"Run {{{{ $labels.run }}}} loses {{{{ $value | humanizePercentage }}}} of its time ({window}).",
         description=(
-            "Time outside new steps, evaluation and suspension excluded, is above what the goodput objective allows. "
+            "Time outside new steps (without evaluation, suspension and halts) is above what the objective allows. "
             "`nvrx-sre runbook NvrxGoodputBurn` says where it goes."
         ),
     )

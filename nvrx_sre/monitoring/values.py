@@ -35,13 +35,15 @@ _SHARES = (
     "slo_goodput",
     "burn_fast_budget_ratio",
     "burn_slow_budget_ratio",
+    "burn_observed_ratio",
 )
 """Never above 1: a rule on a larger share could not fire."""
 _LONGER_THAN = (
     ("halted_memory_s", "sample_memory_s"),
     ("missing_memory_s", "sample_memory_s"),
     ("sample_memory_s", "target_missing_s"),
-    ("sample_memory_s", "launcher_stuck_window_s"),
+    ("target_missing_s", "scrapes_missing_s"),
+    ("sample_memory_s", "last_save_window_s"),
     ("crash_loop_budget_ratio", "budget_low_ratio"),
     ("burn_slow_window_s", "burn_fast_window_s"),
     ("slo_period_s", "burn_slow_window_s"),
@@ -116,10 +118,18 @@ class Values:
         "Multiple of `telemetry.loop_unhealthy_s` (5 s) for which the launcher's loop may stand still: a minute, "
         "beyond a stop of the machine for a snapshot or a slow disk.",
     )
-    launcher_stuck_window_s: float = _value(
+    launcher_stuck_for_s: float = _value(
+        120.0,
+        "How long scrapes must agree on that: three of a minute. One that meets a launcher as it is let go on after a "
+        "stop sees an old turn of its loop.",
+    )
+    scrapes_missing_s: float = _value(
+        120.0,
+        "How long no scrape of a run may succeed before that is said (severity info): two scrapes of a minute.",
+    )
+    last_save_window_s: float = _value(
         180.0,
-        "Window in which the loop's time must not have moved: three scrapes of a minute. It makes the alert "
-        "independent of the distance between two clocks.",
+        "How long after its last save a run that has done its steps may take to end: three scrapes of a minute.",
     )
     checkpoint_stale_ratio: float = _value(
         3.0,
@@ -190,6 +200,12 @@ class Values:
     burn_fast_budget_ratio: float = _value(0.02, "Share of the period's budget that the fast window may burn.")
     burn_slow_window_s: float = _value(21_600.0, "Google SRE workbook, chapter 5: 5 % of the budget in six hours.")
     burn_slow_budget_ratio: float = _value(0.05, "Share of the period's budget that the slow window may burn.")
+    burn_observed_ratio: float = _value(
+        0.9,
+        "Share of a burn's window in which the run was watched: what a Prometheus that was just started, or a run that "
+        "was just resumed, shows of the first minutes is start-up. Not all of it, for the window's oldest sample may "
+        "be younger than it by an evaluation.",
+    )
     burn_page_gpu_hours: float = _value(
         64.0,
         "GPU-hours wasted an hour above which a burn pages instead of opening a ticket: eight nodes of eight idle, "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.limits import CapLimits
-from nvrx_sre.events.schema import Cap, FaultClass, Layer
+from nvrx_sre.events.schema import DEVICE_FAULTS, Cap, FaultClass, Layer
 from nvrx_sre.policy.classify import RULES, RetryClass
 from nvrx_sre.policy.history import Attempt, History
 
@@ -62,9 +62,6 @@ _ORDER = (
     Cap.DEVICE,
 )
 """If several trip at once the most specific names the reason."""
-DEVICE_CLASSES = frozenset({FaultClass.HANG, FaultClass.KILLED, FaultClass.CUDA_ERROR, FaultClass.STARTUP})
-"""What a bad device does to its rank. An exception that repeats on one rank is the program's or the data's: moving it
-to other hardware is no cure (failure case C35)."""
 _AT_ONCE = frozenset({Cap.NONFINITE, Cap.UNKNOWN_PROGRESS, Cap.STARTUP, Cap.LIFETIME})
 """Caps that do not wait for the transient grace."""
 
@@ -133,10 +130,10 @@ def _used(
 
 
 def _same_device(fault: PolicyFault, earlier: list[Attempt], now_ns: int, limits: CapLimits) -> int:
-    if not fault.device or fault.fault not in DEVICE_CLASSES:
+    if not fault.device or fault.fault not in DEVICE_FAULTS:
         return 0
     start_ns = now_ns - to_ns(limits.window_s)
-    same = [item for item in earlier if item.device == fault.device and item.fault in DEVICE_CLASSES]
+    same = [item for item in earlier if item.device == fault.device and item.fault in DEVICE_FAULTS]
     return 1 + sum(1 for item in same if item.time_ns > start_ns)
 
 

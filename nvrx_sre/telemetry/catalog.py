@@ -47,6 +47,7 @@ from nvrx_sre.telemetry.labels import SaveOutcome as SaveOutcome
 from nvrx_sre.telemetry.labels import SaveStage as SaveStage
 from nvrx_sre.telemetry.labels import SpaceKind as SpaceKind
 from nvrx_sre.telemetry.labels import StartKind as StartKind
+from nvrx_sre.telemetry.labels import Suspect as Suspect
 from nvrx_sre.telemetry.labels import TeardownOutcome as TeardownOutcome
 from nvrx_sre.telemetry.metric import Bound as Bound
 from nvrx_sre.telemetry.metric import Label as Label
@@ -301,7 +302,14 @@ FRESH_STARTS = _counter(
     "Generations that began at step 0; lost: steps had been committed before.",
     _label("progress", FreshProgress),
 )
-NODE_FAULTS = _counter("nvrx_node_faults_total", Unit.COUNT, "Root faults whose rank ran on the node.", _NODE)
+NODE_FAULTS = _counter(
+    "nvrx_node_faults_total",
+    Unit.COUNT,
+    "Root faults whose rank ran on the node, by what they speak against: `node` for what a bad device or a lost node "
+    "shows as, `other` for the rest, such as an exception of the program.",
+    _NODE,
+    _label("suspect", Suspect),
+)
 RANKS_EXCLUDED = _counter("nvrx_ranks_excluded_total", Unit.COUNT, "Devices excluded from the run.")
 NODES_JOINED = _counter("nvrx_nodes_joined_total", Unit.COUNT, "Nodes that joined, or came back, beside the leader's.")
 NODES_LOST = _counter("nvrx_nodes_lost_total", Unit.COUNT, "Nodes that were lost, with their ranks.")

@@ -114,6 +114,13 @@ class NodeCount(StrEnum):
     MISSING = "missing"
 
 
+class Suspect(StrEnum):
+    """What a fault on a node speaks against: the node (`events.schema.NODE_FAULTS`), or something else."""
+
+    NODE = "node"
+    OTHER = "other"
+
+
 class MemoryKind(StrEnum):
     """Memory of a node: the limit that would end it, what is used, and the hot slots within that."""
 

@@ -12,11 +12,11 @@ from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.ids import node_of
 from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events import schema
-from nvrx_sre.events.schema import Action, Cap, Layer, Record, RestoredFrom, Verdict
+from nvrx_sre.events.schema import NODE_FAULTS, Action, Cap, Layer, Record, RestoredFrom, Verdict
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.telemetry import catalog
-from nvrx_sre.telemetry.catalog import FreshProgress, IncidentOutcome, RestartOutcome, TeardownOutcome
+from nvrx_sre.telemetry.catalog import FreshProgress, IncidentOutcome, RestartOutcome, Suspect, TeardownOutcome
 from nvrx_sre.telemetry.series_part import SeriesPart
 from nvrx_sre.telemetry.values import Values
 
@@ -117,18 +117,20 @@ class RecoverySeries(SeriesPart):
             self._meet_node(node_of(device))
 
     def _meet_node(self, node: str) -> str:
-        """The node's label value; its series exists from now on, so that its first fault is an increase."""
+        """The node's label value; its series exist from now on, so that its first fault is an increase."""
         series = self.values.numbers[catalog.NODE_FAULTS.name]
-        if (node,) not in series and len(series) >= MAX_NODES:
+        if (node, Suspect.NODE) not in series and len(series) >= MAX_NODES * len(Suspect):
             node = OTHER_NODE
-        series.setdefault((node,), 0.0)
+        for suspect in Suspect:
+            series.setdefault((node, suspect.value), 0.0)
         return node
 
     def _on_fault_detected(self, record: Record, event: schema.FaultDetected) -> None:
         self._settle(RestartOutcome.NO_PROGRESS)
         self.values.add(catalog.FAULTS, 1, event.fault)
         if event.device:
-            self.values.add(catalog.NODE_FAULTS, 1, self._meet_node(node_of(event.device)))
+            suspect = Suspect.NODE if event.fault in NODE_FAULTS else Suspect.OTHER
+            self.values.add(catalog.NODE_FAULTS, 1, self._meet_node(node_of(event.device)), suspect)
         incident = self._tracker.open
         if incident is None:
             return

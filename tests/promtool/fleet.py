@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from nvrx_sre.monitoring.promtool import Case, Expectation, Series
+from nvrx_sre.monitoring.values import Values
 from nvrx_sre.telemetry import catalog
 
 KEY = ("cluster", "namespace", "run")
@@ -47,6 +49,10 @@ STEPPING = ("train", "redo", "progress", "advance", "flap")
 NEW = ("train", "progress", "advance", "flap")
 FINAL = ("halted", "finished", "failed", "preempted")
 INTERVAL_S = 300.0
+SCRAPE_S = 15
+HORIZON_S = 7_200
+"""A silence that lasts until then has no end."""
+SILENT = "NvrxScrapesMissing"
 
 
 @dataclass
@@ -70,6 +76,33 @@ class Run:
     priority: str = "prod"
     namespace: str = "ml"
     cluster: str | None = "c1"
+    ahead_s: float = 0.0
+    """By how much the clock of the run's hosts is ahead of Prometheus'."""
+    followers: Sequence[tuple[str, float, float]] = ()
+    """Pods of other nodes: they export their node alone, and their loops turn."""
+
+    def __post_init__(self) -> None:
+        silences = list(self._silences(Values().scrapes_missing_s))
+        if silences:
+            self.fires = {**self.fires, SILENT: silences}
+
+    def _silences(self, limit_s: float) -> Iterable[Span]:
+        """When it is said that scrapes are missing: it was not answered for so long, and not known to have ended."""
+        seen = [at for at in range(0, HORIZON_S, SCRAPE_S) if self._answers(at)]
+        after_all = END if seen and seen[-1] < HORIZON_S - 2 * limit_s else HORIZON_S
+        for last, back in pairwise([*seen, after_all]):
+            past = self._past(last)
+            is_over = not past or past[-1][1] in (*FINAL, "draining")
+            if back - last > limit_s + SCRAPE_S and not is_over:
+                yield last + SCRAPE_S + limit_s, back
+
+    def _answers(self, now: float) -> bool:
+        return any(begin <= now < end for _, begin, end in self.pods) and not self._is_lost(now)
+
+    def _is_lost(self, now: float) -> bool:
+        lost_from, lost_to, nth = self.lost
+        index = int(now // SCRAPE_S)
+        return bool(lost_from <= now < lost_to and (index % nth if nth else index % 3 == 2))
 
     def labels(self) -> dict[str, str]:
         """Labels of the key as the alert shows them."""
@@ -137,7 +170,8 @@ class Run:
                 self.entered(STATE_OF, cause, now) if self._past(now) and self._past(now)[-1][1] == "halted" else 0.0
             )
         for node in ("node-1", "node-2"):
-            values[name[catalog.NODE_FAULTS], node] = 0
+            for suspect in catalog.Suspect:
+                values[name[catalog.NODE_FAULTS], node, suspect] = 0
         for rank in "0123":
             values[name[catalog.RANK_LATENESS], rank] = 0.01
         for component in ("journal", "otlp"):
@@ -147,10 +181,11 @@ class Run:
             values[name[catalog.HOST_MEMORY], kind] = size
         for kind, size in (("size", 1e12), ("free", 5e11)):
             values[name[catalog.STORAGE], kind] = size
-        for state in ("new", "evaluate", "suspended"):
+        for state in ("new", "evaluate", "suspended", "halted"):
             values[name[catalog.TIME_SECONDS], state] = 0
         values |= {
             (name[catalog.TIME_SECONDS], "new"): lambda now: self._flow(now, NEW)[0],
+            (name[catalog.RUN_START_TIMESTAMP],): self.events[0][0],
             (name[catalog.WALL_SECONDS],): lambda now: max(0.0, now - self.events[0][0]),
             (name[catalog.LAST_NEW_STEP],): lambda now: self._flow(now, NEW)[1],
             (name[catalog.LAST_STEP],): lambda now: self._flow(now, STEPPING)[1],
@@ -192,26 +227,35 @@ class Run:
         """Everything that the run exports, from each of its pods."""
         found = []
         for (metric, *values), level in self._values().items():
-            labels = dict(zip(LABELS.get(metric, ()), values, strict=True))
-            for pod, begin, end in self.pods:
-                given = {"cluster": self.cluster} if self.cluster else {}
-                base = {"__name__": metric, **given, "namespace": self.namespace, "run": self.name, "pod": pod}
-                found.append(Series(labels={**base, **labels}, value=self._scraped(level, begin, end)))
+            of_node = catalog.CATALOG[metric].scope is catalog.Scope.NODE
+            told = [*((pod, level) for pod in self.pods)]
+            if of_node:
+                told += [(pod, _turning if metric == catalog.LAUNCHER_LOOP.name else level) for pod in self.followers]
+            for (pod, begin, end), exported in told:
+                found.append(self._series(metric, values, pod, self._scraped(metric, exported, begin, end)))
         return found
 
-    def _scraped(self, level: Level, begin: float, end: float) -> Level:
-        if not callable(level) and (begin, end) == (0, END) and self.lost[1] == 0:
+    def _series(self, metric: str, values: Sequence[str], pod: str, level: Level) -> Series:
+        given = {"cluster": self.cluster} if self.cluster else {}
+        base = {"__name__": metric, **given, "namespace": self.namespace, "run": self.name, "pod": pod}
+        return Series(labels={**base, **dict(zip(LABELS.get(metric, ()), values, strict=True))}, value=level)
+
+    def _scraped(self, metric: str, level: Level, begin: float, end: float) -> Level:
+        ahead_s = self.ahead_s if catalog.CATALOG[metric].unit is catalog.Unit.TIMESTAMP else 0.0
+        if not callable(level) and (begin, end) == (0, END) and self.lost[1] == 0 and not ahead_s:
             return level
-        lost_from, lost_to, nth = self.lost
 
         def sample(now: float) -> float | None:
-            index = int(now // 15)
-            is_lost = lost_from <= now < lost_to and (index % nth if nth else index % 3 == 2)
-            if not begin <= now < end or is_lost:
+            if not begin <= now < end or self._is_lost(now):
                 return None
-            return level(now) if callable(level) else level
+            value = level(now) if callable(level) else level
+            return value + ahead_s if value else value  # 0 is 'never'
 
         return sample
+
+
+def _turning(now: float) -> float:
+    return now
 
 
 LABELS = {

@@ -15,11 +15,18 @@ from tests.promtool.fleet import DEADLINES, END, Run, jump
 BEGIN = [(60, "start"), (120, "train")]
 LOOP = [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"), (720.5, "fault")]
 """The third attempt and a halt at 721 are within one scrape, whatever its interval."""
+SKEWED = "NvrxClockSkew"
 HALT, CRASH, OVERDUE, STALLED = "NvrxRunHalted", "NvrxCrashLooping", "NvrxRecoveryOverdue", "NvrxRunStalled"
 RENDEZVOUS, STARTUP, BREACHED = "NvrxRendezvousStuck", "NvrxStartupOverdue", "NvrxRetryCapBreached"
 MISSING, STUCK, STALE, LOW = "NvrxTargetMissing", "NvrxLauncherStuck", "NvrxCheckpointStale", "NvrxRetryBudgetLow"
 RECOVERY_S = sum(DEADLINES[phase] for phase in ("teardown", "init", "rendezvous", "rebuild", "load", "first_step"))
 STARTUP_S = RECOVERY_S - DEADLINES["teardown"]
+UNHEALTHY_S = 5
+
+
+def stuck_after_s(v: Values) -> float:
+    """How long a loop stands still before it pages."""
+    return v.launcher_stuck_ratio * UNHEALTHY_S + v.launcher_stuck_for_s
 
 
 HELD = frozenset(
@@ -31,7 +38,7 @@ HELD = frozenset(
         "NvrxUnknownProgress",
         "NvrxSlowRank",
         "NvrxStepTimeRegressed",
-        "NvrxClockSkew",
+        SKEWED,
     }
 )
 """Alerts that fire for `hold_s` after their condition went away."""
@@ -127,7 +134,6 @@ def crash_loops(v: Values) -> list[Run]:
             {
                 CRASH: [(720, 900 + v.sample_memory_s)],
                 LOW: [(low[0], 900 + v.sample_memory_s)],
-                OVERDUE: [(overdue[0], 900 + v.sample_memory_s + v.hold_s)],
                 MISSING: [(900 + v.target_missing_s, END)],
             },
             pods=(("old", 0, 901),),
@@ -271,7 +277,8 @@ def stalls(v: Values) -> list[Run]:
             {MISSING: [(600 + v.target_missing_s, END)]},
             pods=(("old", 0, 600),),
         ),
-        Run("stalled-hardly-answers", stop, lost=(400, END, 16)),
+        Run("stalled-hardly-answers", stop, {STALLED: [(960, END)]}, lost=(400, END, 16)),
+        Run("hardly-answers", BEGIN, lost=(400, END, 16)),
         Run(
             "stalled-in-slow-data",
             stop,
@@ -429,7 +436,7 @@ LIMITS_WINDOW, LIMITS_STARTUP = 5, 3
 
 def missing(v: Values) -> list[Run]:
     """A run that vanished, against one that ended and one whose scrapes come and go."""
-    gone = 900 + v.target_missing_s
+    gone, stuck = 900 + v.target_missing_s, 900 + stuck_after_s(v)
     return [
         Run("vanished", BEGIN, {MISSING: [(gone, END)]}, pods=(("old", 0, 900),)),
         Run("vanished-came-back", BEGIN, {MISSING: [(gone, 1500)]}, pods=(("old", 0, 900), ("new", 1500, END))),
@@ -445,7 +452,7 @@ def missing(v: Values) -> list[Run]:
         Run(
             "stuck-and-answering",
             BEGIN,
-            {STUCK: [(900 + v.launcher_stuck_window_s, END)]},
+            {STUCK: [(stuck, END)]},
             levels={(catalog.LAUNCHER_LOOP.name,): lambda now: min(now, 900.0)},
         ),
         Run("two-of-three-scrapes", BEGIN, lost=(300, END, 0)),
@@ -457,25 +464,36 @@ def missing(v: Values) -> list[Run]:
 
 def stuck_launchers(v: Values) -> list[Run]:
     """The loop stands still while scrapes are answered."""
-    loop = (catalog.LAUNCHER_LOOP.name,)
-    window = v.launcher_stuck_window_s
+    loop, step = (catalog.LAUNCHER_LOOP.name,), (catalog.LAST_STEP.name,)
+    stuck = 900 + stuck_after_s(v)
     frozen = {loop: lambda now: min(now, 900.0)}
     back = {loop: lambda now: now if now >= 1500 else min(now, 900.0)}
-    skewed = {loop: lambda now: now - 3 * v.launcher_stuck_ratio * 5}
+    let_go = {loop: lambda now: now if now >= 1_080 else min(now, 900.0)}
+    beside = (("pod-1", 0, END), ("pod-2", 0, END))
     slow = {loop: lambda now: (now - 60) // 120 * 120 + 60}  # it turned when the run began
     return [
-        Run("launcher-stuck", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen),
-        Run("launcher-stuck-scrapes-lost", BEGIN, {STUCK: [(900 + window, END)]}, levels=frozen, lost=(700, END, 0)),
+        Run("launcher-stuck", BEGIN, {STUCK: [(stuck, END)]}, levels=frozen),
+        Run("launcher-stuck-steps-too", BEGIN, {STUCK: [(stuck, END)]}, levels={**frozen, step: frozen[loop]}),
+        Run("launcher-stuck-scrapes-lost", BEGIN, {STUCK: [(stuck, END)]}, levels=frozen, lost=(700, END, 0)),
         Run("launcher-gone", BEGIN, {MISSING: [(900 + v.target_missing_s, END)]}, pods=(("old", 0, 900),)),
         Run(
             "launcher-stuck-hardly-answers",
             BEGIN,
-            {MISSING: [(900 + v.target_missing_s, END)]},
+            {STUCK: [(1_200 + v.launcher_stuck_for_s, END)]},
             levels=frozen,
             lost=(690, END, 16),
         ),
-        Run("launcher-turns-again", BEGIN, {STUCK: [(900 + window, 1500)]}, levels=back),
-        Run("launcher-clock-behind", BEGIN, levels=skewed),
+        Run("launcher-turns-again", BEGIN, {STUCK: [(stuck, 1500)]}, levels=back),
+        Run("launcher-let-go-on-in-time", BEGIN, levels=let_go),
+        Run("launcher-stuck-beside-others", BEGIN, {STUCK: [(stuck, END)]}, levels=frozen, followers=beside),
+        Run(
+            "launcher-gone-beside-others",
+            BEGIN,
+            {MISSING: [(900 + v.target_missing_s, END)]},
+            pods=(("pod-0", 0, 900),),
+            followers=beside,
+        ),
+        Run("other-node-gone", BEGIN, followers=(("pod-1", 0, 900),)),
         Run("launcher-slow", BEGIN, levels=slow),
         Run("launcher-lingers-finished", [*BEGIN, (905, "finished")], levels=frozen),
     ]
@@ -703,7 +721,8 @@ def tickets(v: Values) -> list[Run]:
 def nodes(v: Values) -> list[Run]:
     """Memory, storage, devices."""
     used, free = (catalog.HOST_MEMORY.name, "used"), (catalog.STORAGE.name, "free")
-    faults = (catalog.NODE_FAULTS.name, "node-2")
+    faults, elsewhere = (catalog.NODE_FAULTS.name, "node-2", "node"), (catalog.NODE_FAULTS.name, "node-1", "node")
+    program = (catalog.NODE_FAULTS.name, "node-2", "other")
     pressed, full = 600 + v.memory_for_s, 600 + v.storage_for_s
     tight = (v.memory_ratio + 0.01) * 60e9 + 40e9
     device = {"NvrxRepeatedDeviceFault": [(900, END)]}
@@ -740,10 +759,11 @@ def nodes(v: Values) -> list[Run]:
         Run("storage-not-read", BEGIN, levels={(catalog.STORAGE.name, "size"): 0, free: 0}),
         Run("one-node-fails", BEGIN, device, levels=count),
         Run("one-node-fails-pod-replaced", BEGIN, device, levels=count, pods=(("old", 0, 760), ("new", 700, END))),
+        Run("one-line-of-the-program-fails", BEGIN, levels={program: count[faults], faults: jump(600, 0, 2)}),
         Run(
             "faults-on-two-nodes",
             BEGIN,
-            levels={faults: jump(600, 0, 2), (catalog.NODE_FAULTS.name, "node-1"): jump(600, 0, 1)},
+            levels={faults: jump(600, 0, 2), elsewhere: jump(600, 0, 1)},
         ),
     ]
 
@@ -751,7 +771,7 @@ def nodes(v: Values) -> list[Run]:
 def monitoring(v: Values) -> list[Run]:
     """Telemetry, clocks, versions."""
     dropped, errors = ((metric.name, "journal") for metric in (catalog.TELEMETRY_DROPPED, catalog.TELEMETRY_ERRORS))
-    skew, loop = (catalog.CLOCK_SKEW.name,), (catalog.LAUNCHER_LOOP.name,)
+    skew = (catalog.CLOCK_SKEW.name,)
     build = catalog.BUILD_INFO.name
     lasting = 600 + v.telemetry_window_s
     other = {(build, catalog.VERSION): lambda now: None, (build, "0" * 8): 1}
@@ -759,11 +779,9 @@ def monitoring(v: Values) -> list[Run]:
         Run("telemetry-drops", BEGIN, {"NvrxTelemetryDropping": [(600, lasting)]}, levels={dropped: jump(600, 0, 5)}),
         Run("telemetry-errs", BEGIN, {"NvrxTelemetryDropping": [(600, lasting)]}, levels={errors: jump(600, 0, 1)}),
         Run("telemetry-count-starts-anew", BEGIN, levels={dropped: lambda now: None if now < 60 else 0}),
-        Run(
-            "clock-set-back", BEGIN, {"NvrxClockSkew": [(600, 1200 + v.hold_s)]}, levels={skew: jump(600, 0, -31, 1200)}
-        ),
-        Run("clock-ahead", BEGIN, {"NvrxClockSkew": [(600, END)]}, levels={loop: lambda now: now + 40 * (now >= 600)}),
-        Run("clock-nearly-right", BEGIN, levels={skew: 29, loop: lambda now: now + 29}),
+        Run("clock-set-back", BEGIN, {SKEWED: [(600, 1200 + v.hold_s)]}, levels={skew: jump(600, 0, -31, 1200)}),
+        Run("clock-ahead", BEGIN, {SKEWED: [(60, END)]}, ahead_s=40),
+        Run("clock-nearly-right", BEGIN, levels={skew: 29}, ahead_s=29),
         Run("catalog-differs", BEGIN, {"NvrxCatalogMismatch": [(v.sample_memory_s, END)]}, levels=other),
         Run(
             "catalog-upgraded",
@@ -776,7 +794,54 @@ def monitoring(v: Values) -> list[Run]:
     ]
 
 
+def clocks(v: Values) -> list[Run]:
+    """Hosts whose clocks are minutes off, and gaps between scrapes: a run that is well pages nobody, one that is not
+    pages when it should."""
+    late = [(700, "start"), (760, "train")]
+    skewed, later = {SKEWED: [(60, END)]}, {SKEWED: [(700, END)]}
+    stop, fault = [*BEGIN, (600, "stop")], [*BEGIN, (600, "fault")]
+    step, limit = v.stalled_ratio * DEADLINES["step"], v.recovery_overdue_ratio * RECOVERY_S
+    forming = v.rendezvous_ratio * DEADLINES["rendezvous"] + v.rendezvous_for_s
+    ahead, behind = {"ahead_s": 300.0}, {"ahead_s": -300.0, "pods": (("pod-0", 690, END),)}
+    gap = {"lost": (900, 1_080, 10**6)}
+    recovery = [(600, "fault"), (601, "redo"), (605, "progress")]
+    rendezvous = [(1_200, "fault"), (1_210, "rendezvous")]
+    return [
+        Run("five-minutes-ahead", [*BEGIN, *recovery], skewed, **ahead),
+        Run("five-minutes-behind", [*late, *((at + 600, what) for at, what in recovery)], later, **behind),
+        Run("ahead-with-a-gap", BEGIN, skewed, ahead_s=300, **gap),
+        Run("gap-of-three-minutes", BEGIN, **gap),
+        Run("gap-in-a-recovery", [*BEGIN, (890, "fault"), (892, "redo"), (1_075, "progress")], **gap),
+        Run("gap-of-a-run-without-steps-for-long", [*stop, (690, "train")], **gap),
+        Run("stalled-ahead", stop, {**skewed, STALLED: [(600 + step, END)]}, **ahead),
+        Run("stalled-behind", [*late, (1_200, "stop")], {**later, STALLED: [(1_200 + step, END)]}, **behind),
+        Run("overdue-ahead", fault, {**skewed, OVERDUE: [(600 + limit, END)]}, **ahead),
+        Run("overdue-behind", [*late, (1_200, "fault")], {**later, OVERDUE: [(1_200 + limit, END)]}, **behind),
+        Run("startup-ahead", [(60, "start")], {**skewed, STARTUP: [(60 + v.startup_ratio * STARTUP_S, END)]}, **ahead),
+        Run(
+            "rendezvous-behind",
+            [*late, *rendezvous, (2_000, "restoring")],
+            {**later, RENDEZVOUS: [(1_200 + forming, 2_000)], OVERDUE: [(1_200 + limit, END)]},
+            **behind,
+        ),
+        Run(
+            "gone-ahead",
+            BEGIN,
+            {SKEWED: [(60, 900 + v.sample_memory_s + v.hold_s)], MISSING: [(900 + v.target_missing_s, END)]},
+            ahead_s=300,
+            pods=(("pod-0", 0, 900),),
+        ),
+        Run(
+            "launcher-stuck-ahead",
+            BEGIN,
+            {**skewed, STUCK: [(900 + stuck_after_s(v), END)]},
+            levels={(catalog.LAUNCHER_LOOP.name,): lambda now: min(now, 900.0)},
+            **ahead,
+        ),
+    ]
+
+
 THEMES = (
     *(healthy, crash_loops, halts, recoveries, stalls, rendezvous, startups, breaches, missing, stuck_launchers),
-    *(checkpoints, steps, tickets, nodes, monitoring),
+    *(checkpoints, steps, tickets, nodes, monitoring, clocks),
 )

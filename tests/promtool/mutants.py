@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nvrx_sre.monitoring.recordings import MOST_SCRAPES
-
 Rule = dict[str, Any]
 
 
@@ -74,8 +72,6 @@ def _next_to(value: float) -> tuple[float, ...]:
     """A value too low and one too high: by one for counts, by a third for ratios, by half for times."""
     if value == int(value) and value <= 3:
         return (value - 1, value + 1) if value else (1.0,)
-    if value == MOST_SCRAPES:
-        return (0.2, 0.8)
     return (value * 0.7, value * 1.3) if value < 1 else (value * 0.5, value * 2)
 
 

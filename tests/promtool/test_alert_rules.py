@@ -156,6 +156,29 @@ def test_goodput_burns_fast_pages_when_it_is_costly_and_not_at_start_up() -> Non
     assert outcome.passed, outcome.output[:10_000]
 
 
+def test_goodput_of_a_run_that_was_just_resumed_does_not_burn() -> None:
+    """Start-up is all that a new Prometheus sees of it at first, a halt most of what an old one saw: neither burns.
+    What is lost of an hour that was watched does."""
+    watched = (("new", 2 * HOUR, END),)
+    resumed = losing("resumed", 1, 2 * HOUR, 2.2 * HOUR, pods=watched)
+    slow_start = losing("slow-start", 1, 2 * HOUR, 2.7 * HOUR, pods=watched)
+    loses = losing("loses", 0.5, 2 * HOUR, 5 * HOUR, pods=watched)
+    halted = losing(
+        "halted",
+        1,
+        2 * HOUR,
+        2.6 * HOUR,
+        pods=(("old", 0, 2.05 * HOUR), ("new", 2.5 * HOUR, END)),
+        levels={(catalog.TIME_SECONDS.name, "halted"): jump(2.5 * HOUR, 0, 0.5 * HOUR)},
+    )
+    told = [
+        *((at * HOUR, "fast", ()) for at in (2.05, 2.1, 2.2, 2.5, 2.6, 2.7, 2.85)),
+        *((at * HOUR, "fast", (loses,)) for at in (2.95, 3, 3.5, 4.5)),
+    ]
+    outcome = burn_case(Values(), 60, 5 * HOUR, told, resumed, slow_start, loses, halted)
+    assert outcome.passed, outcome.output[:10_000]
+
+
 def test_goodput_burns_slowly() -> None:
     """A fifth lost for six hours is a slow burn, and no fast one; a tenth is the objective."""
     fifth, tenth = losing("fifth", 0.2, 8 * HOUR, 20 * HOUR), losing("tenth", 0.1, 0, 40 * HOUR)
@@ -209,7 +232,7 @@ def test_a_halted_run_is_remembered_for_long_and_then_forgotten() -> None:
 def test_repeated_faults_on_a_node_are_forgotten() -> None:
     """Three faults in an hour: a ticket for `device_window_s`; three in as many windows: none."""
     values = Values(device_window_s=6 * HOUR, missing_memory_s=6 * HOUR)
-    faults = (catalog.NODE_FAULTS.name, "node-2")
+    faults = (catalog.NODE_FAULTS.name, "node-2", "node")
     often = Run("often", BEGIN, levels={faults: lambda now: sum(now >= at for at in (HOUR, 1.3 * HOUR, 1.6 * HOUR))})
     seldom = Run("seldom", BEGIN, levels={faults: lambda now: sum(now >= at for at in (HOUR, 8 * HOUR, 15 * HOUR))})
     firing = {HOUR: (), 2 * HOUR: (often.labels(),), 6 * HOUR: (often.labels(),), 9 * HOUR: (), 16 * HOUR: ()}

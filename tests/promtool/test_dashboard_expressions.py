@@ -48,12 +48,28 @@ def constant(value: float, end: str = "") -> str:
     return f"{value}x{NUM_SAMPLES - 1} {end}".strip()
 
 
+def clock(ahead_s: float = 0, end: str = "") -> dict[str, str]:
+    """The run's own time at each sample."""
+    return {
+        series(catalog.RUN_START_TIMESTAMP): constant(ahead_s, end),
+        series(catalog.WALL_SECONDS): f"0+15x{NUM_SAMPLES - 1} {end}".strip(),
+    }
+
+
+def ahead(by_s: float, still_s: float | None = None) -> dict[str, str]:
+    """Clocks that are ahead, of a run that steps, or has not since `still_s` of its own time."""
+    steps = f"{by_s}+15x{NUM_SAMPLES - 1}" if still_s is None else constant(still_s)
+    stepping = {series(metric): steps for metric in (catalog.LAST_STEP, catalog.LAST_NEW_STEP)}
+    return {**clock(by_s), **stepping, series(catalog.PHASE_ENTERED, phase="step"): constant(60 + by_s)}
+
+
 def exported(state: str, entered_s: float, *, end: str = "", **changes: str) -> dict[str, str]:
     """A run with one formation at 60 s that is in `state` since `entered_s`; changes are by catalog constant."""
     values = {
         series(catalog.RUN_STATE_ENTERED, state=item): constant(entered_s if item == state else 0.0, end)
         for item in RunState
     }
+    values |= clock(end=end)
     values |= {
         series(catalog.PHASE_ENTERED, phase="step"): constant(60, end),
         series(catalog.PHASE_DEADLINE, phase="step"): constant(60, end),
@@ -101,14 +117,18 @@ VERDICTS = [
     word("finished", Situation.FINISHED, exported("finished", 500, last_step=constant(400))),
     word("preempted", Situation.PREEMPTED, exported("preempted", 500, last_step=constant(400))),
     word("a configuration error", Situation.FAILED, exported("failed", 500, last_step=constant(400))),
+    word("hosts five minutes ahead", Situation.TRAINING, {**exported("training", 360), **ahead(300)}),
+    word("no step, on hosts ahead", Situation.STALLED, {**exported("training", 360), **ahead(300, still_s=800)}),
     word("the launcher vanished", Situation.SILENT, exported("training", 60, end=GONE), at="1h"),
 ]  # fmt: skip
 
 
-def changed(name: str, wanted: float, config: tuple[str, str], version: tuple[str, str], last_new_s: float) -> Case:
+def changed(
+    name: str, wanted: float, config: tuple[str, str], version: tuple[str, str], last_new_s: float, ahead_s: float = 0
+) -> Case:
     """A run whose pod was replaced at five minutes; identities before and after."""
     before, after = f"1x20 {GONE}", "_x20 1x20"
-    values = {series(catalog.LAST_NEW_STEP): constant(last_new_s)}
+    values = {series(catalog.LAST_NEW_STEP): constant(last_new_s), **clock(ahead_s)}
     for index, samples in enumerate((before, after)):
         pod = f"p{index}"
         values[series(catalog.RUN_INFO, config=config[index], pod=pod)] = samples
@@ -117,12 +137,26 @@ def changed(name: str, wanted: float, config: tuple[str, str], version: tuple[st
     return Case(name=name, expr=panel.targets[0].expr, value=wanted, series=values)
 
 
+def shown(name: str, title: str, wanted: float, values: dict[str, str], at: str = AT) -> Case:
+    """The first number of a panel of the top row."""
+    panel = next(item for row in rows(Q) for item in row.panels if item.title == title)
+    return Case(name=name, expr=panel.targets[0].expr, value=wanted, series=values, at=at)
+
+
+STILL = exported("training", 60, last_step=constant(500)) | {series(catalog.LAST_NEW_STEP): constant(500)}
+GONE_SINCE_TEN_MINUTES = {name: f"{values} {GONE}" for name, values in STILL.items()}
+AGES = [
+    shown("by the run's own clock", "New steps now?", 100, STILL),
+    shown("hosts five minutes ahead", "New steps now?", 40, {**STILL, **ahead(300, still_s=860)}),
+    shown("gone for twenty minutes: until now", "New steps now?", 1_300, GONE_SINCE_TEN_MINUTES, at="30m"),
+]
 CHANGES = [
     changed("another pod, nothing else", 0, ("a", "a"), ("1", "1"), 290),
     changed("another configuration, no new step since", 1, ("a", "b"), ("1", "1"), 290),
     changed("another version, no new step since", 2, ("a", "a"), ("1", "2"), 290),
     changed("both", 3, ("a", "b"), ("1", "2"), 290),
     changed("it has worked since", 0, ("a", "b"), ("1", "2"), 590),
+    changed("hosts ahead, no new step since", 1, ("a", "b"), ("1", "1"), 590, ahead_s=300),
 ]
 
 
@@ -137,7 +171,7 @@ def to_test(case: Case) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("cases", [VERDICTS, CHANGES], ids=["verdict", "what changed"])
+@pytest.mark.parametrize("cases", [VERDICTS, CHANGES, AGES], ids=["verdict", "what changed", "ages"])
 def test_the_top_row_s_words(cases: list[Case], tmp_path: Path) -> None:
     """Each case has exactly one number for the run, the wanted one."""
     promtool = shutil.which("promtool")

@@ -86,7 +86,6 @@ def test_c67_recorded_runs_alert_as_they_did() -> None:
     fresh = first("crash_loop", "nvrx_fresh_starts_total", 0, 'progress="lost"')
     flaps = first("flapping", "nvrx_incidents_total", 0, 'verdict="flapping"')
     full = first("slow_storage", "nvrx_checkpoint_saturation_ratio", 1)
-    blamed = first("flapping", "nvrx_node_faults_total", 2, 'node="node-1"')
     ended = {
         name: first(name, "nvrx_run_state_entered_timestamp_seconds", 0, 'state="finished"')
         for name in ("flapping", "slow_storage")
@@ -96,8 +95,8 @@ def test_c67_recorded_runs_alert_as_they_did() -> None:
         "NvrxCrashLooping": {"crash_loop": (looped, 10**6)},
         "NvrxSilentFreshStart": {"crash_loop": (fresh, halted)},
         "NvrxFlapping": {"flapping": (flaps, ended["flapping"])},
-        "NvrxRepeatedDeviceFault": {"flapping": (blamed, ended["flapping"])},
         "NvrxCheckpointSaturated": {"slow_storage": (full + 3, ended["slow_storage"])},
+        "NvrxScrapesMissing": {"stopped": (stop + int(VALUES.scrapes_missing_s), back)},
         "NvrxTargetMissing": {"stopped": (stop + int(VALUES.target_missing_s), back)},
     }
     until_s = max(recording(name)["until_s"] for name in NAMES)

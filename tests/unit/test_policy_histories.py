@@ -10,8 +10,7 @@ from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.core.rng import Generator, seeded
-from nvrx_sre.events.schema import Action, FaultClass, Layer
-from nvrx_sre.policy.caps import DEVICE_CLASSES
+from nvrx_sre.events.schema import DEVICE_FAULTS, Action, FaultClass, Layer
 from nvrx_sre.policy.classify import RULES, RetryClass
 from nvrx_sre.policy.ladder import Decision
 from nvrx_sre.policy.rehearsal import Rehearsal, World
@@ -88,7 +87,7 @@ def live(rng: Generator) -> Recount:
         run.wait(rng.choice((0.0, 0.1, 5.0, 60.0, 400.0, 2000.0)))
         kind, rank = rng.choice(enabled), rng.choice((None, *range(len(run.devices))))
         if rng.random() < bad_device_rate:
-            kind, rank = rng.choice(sorted(DEVICE_CLASSES)), 0
+            kind, rank = rng.choice(sorted(DEVICE_FAULTS)), 0
         at_ns = run.now_ns
         decision = run.fault(kind, rank=rank, detail=rng.choice(("A", "B")))
         if kind is FaultClass.PREEMPTION:

@@ -58,7 +58,7 @@ LABELS_PROMISED = {
     "nvrx_restores_total": ("tier",),
     "nvrx_saves_total": ("tier", "outcome"),
     "nvrx_checkpoint_captured_timestamp_seconds": ("tier",),
-    "nvrx_node_faults_total": ("node",),
+    "nvrx_node_faults_total": ("node", "suspect"),
 }
 """Family -> labels that rules and dashboards of a site may join on."""
 

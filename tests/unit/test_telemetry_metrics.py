@@ -337,3 +337,17 @@ def test_an_unexpected_fault_label_is_impossible() -> None:
     odd = replace(record, event=replace(record.event, fault="0xdeadbeef"))  # type: ignore[arg-type]  # on purpose
     with pytest.raises(KeyError):
         Board([odd])
+
+
+def test_c35_an_exception_of_the_program_does_not_speak_against_its_node() -> None:
+    """Faults are counted on the node of their rank, and apart by what they speak against; both from 0 on."""
+    story, at_s = begin()
+    board = Board(story.records)
+    counts = {suspect: board.value(catalog.NODE_FAULTS, "n1", suspect) for suspect in catalog.Suspect}
+    assert counts == {"node": 0, "other": 0}
+    kinds = (FaultClass.EXCEPTION, FaultClass.EXCEPTION, FaultClass.OOM_KILL, FaultClass.HANG, FaultClass.NODE_LOST)
+    for index, fault in enumerate(kinds, start=1):
+        story.fault(at_s + index, at_s + index + 0.1, fault, 1)
+    board = Board(story.records)
+    counts = {suspect: board.value(catalog.NODE_FAULTS, "n1", suspect) for suspect in catalog.Suspect}
+    assert counts == {"node": 2, "other": 3}
