@@ -7,6 +7,7 @@ BIN := .venv/bin
 RUN_DIR ?= runs/demo
 SEEDS ?= 2000
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 
 .PHONY: help setup demo check test test-slow test-rounds live soak chaos screenshots bench generate clean
 
@@ -29,7 +30,7 @@ check: setup ## the fast gates: lint, format, types, structure, generated files
 
 test: check ## the fast gates, then all tests but the slow ones
 	@scripts/test-tools.sh
-	@$(BIN)/python -m pytest -q -m "not slow" --ignore=tests/structure $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -m "not slow" --ignore=tests/structure -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: setup ## the slow tests: long runs of real processes
 	@scripts/test-tools.sh
