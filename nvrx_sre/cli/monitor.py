@@ -1,8 +1,9 @@
 """`nvrx-sre monitor`: Prometheus and Alertmanager of this machine for some runs, and what fires.
 
 Model: `Watched` reads which endpoints the run directories name (metrics.json, which each launcher's start writes
-anew) and gives them to the stack's targets file, so that restarted launchers and new runs appear by themselves. Each
-turn asks Prometheus for the alerts and shows what changed: a table on a terminal, a line a change elsewhere. Runs
+anew) and gives them to the stack's targets file, so that restarted launchers and new runs appear by themselves. Over
+several nodes the followers of the leader's epoch are scraped beside it, where they can be reached from here. Each turn
+asks Prometheus for the alerts and shows what changed: a table on a terminal, a line a change elsewhere. Runs
 until Ctrl-C, SIGTERM or the terminal's end; servers, ports and files are gone then.
 
 An endpoint with TLS or a password is scraped with the CA and the password file that were given; Prometheus reads both
@@ -32,6 +33,7 @@ from nvrx_sre.cli.run_options import DEFAULT_RUNS
 from nvrx_sre.cli.serving import stop_signals
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.tls import is_loopback
+from nvrx_sre.launcher.host import node_name
 from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.monitoring import generate, query
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, MonitoringStack, ScrapeAccess, ScrapeTarget, StackConfig
@@ -52,11 +54,17 @@ class Endpoint:
     url: str
     pid: int
     has_password: bool = False
+    node: str = ""
+    """Of a follower: the name of its host."""
+    epoch: int = 0
+    """Of a follower: the leadership that it joined."""
 
     def unscraped_because(self, access: ScrapeAccess) -> str:
         """Why it cannot be scraped with `access`; empty where it can."""
         parts = urlsplit(self.url)
         has_tls = parts.scheme == "https"
+        if self.node not in ("", node_name()) and is_loopback(parts.hostname or ""):
+            return f"node {self.node} serves on its loopback: give its launcher --metrics-host"
         if self.has_password and not has_tls and not is_loopback(parts.hostname or ""):
             return "its password would be sent in the clear"
         lacks_ca, lacks_password = has_tls and access.ca is None, self.has_password and access.password is None
@@ -97,25 +105,38 @@ class Watched:
             if endpoint.is_live() or (self._known.get(directory) == endpoint and not has_ended(directory)):
                 found[directory] = endpoint
         self._known = found
-        return list(found.values())
+        return [item for directory, leader in found.items() for item in (leader, *read_followers(directory))]
 
     def _candidates(self) -> Iterable[Path]:
         below = sorted(path.parent for path in self._root.glob("*/metrics.json")) if self._root is not None else []
         return dict.fromkeys([*self._directories, *(path.absolute() for path in below)])
 
 
-def read_endpoint(directory: Path) -> Endpoint | None:
-    """What metrics.json says; None if there is none (yet) or it is damaged."""
-    value = read_json(RunDirectory(directory).metrics)
+def read_followers(directory: Path) -> list[Endpoint]:
+    """Endpoints of the nodes that joined the newest leader; a file of an earlier one names a port that is no longer
+    theirs."""
+    newest = RunDirectory(directory).newest_epoch()
+    found = (read_endpoint(directory, file) for file in sorted(directory.glob("metrics-*.json")))
+    return [item for item in found if item is not None and item.epoch == newest]
+
+
+def read_endpoint(directory: Path, file: Path | None = None) -> Endpoint | None:
+    """What metrics.json, or the file of a follower, says; None if there is none (yet) or it is damaged."""
+    value = read_json(RunDirectory(directory).metrics if file is None else file)
     try:
+        node, epoch = str(value.get("node", "")), int(value.get("epoch", 0))
         parts = urlsplit(str(value["url"]))
-        host = ANY_HOST.get(parts.hostname or "", parts.hostname or "")
+        host = parts.hostname or ""
+        if host in ANY_HOST:
+            host = ANY_HOST[host] if node in ("", node_name()) else node
         netloc = f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"
         url = urlunsplit((parts.scheme, netloc, parts.path, "", ""))
         has_password = bool(value.get("password"))
         run, pid = str(value["run"]), int(value["pid"])
-        return Endpoint(run=run, directory=directory, url=url, pid=pid, has_password=has_password)
-    except (TypeError, KeyError, ValueError):
+        return Endpoint(
+            run=run, directory=directory, url=url, pid=pid, has_password=has_password, node=node, epoch=epoch
+        )
+    except (AttributeError, TypeError, KeyError, ValueError):
         return None
 
 

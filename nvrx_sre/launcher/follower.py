@@ -87,7 +87,7 @@ def follow(config: RunConfig, nodes: NodesConfig, say: Callable[[str], None]) ->
             found = search.find(lambda: _claims(config, nodes, clock), until_ns)
             _check_directory(directory, found)
             directory.end_leftovers()
-            _write_where(directory, config, telemetry)
+            _write_where(directory, config, telemetry, found.answer.epoch)
             say(f"joined leader {where} as node {nodes.node_rank} of {nodes.num_nodes}")
             with _Membership(config, directory, clock, signals, found) as membership:
                 membership.node.stacks.boundary = telemetry.boundary
@@ -133,10 +133,11 @@ def _check_directory(directory: RunDirectory, found: Found) -> None:
     )
 
 
-def _write_where(directory: RunDirectory, config: RunConfig, telemetry: FollowerTelemetry) -> None:
-    """Say where this node's metrics are; a disk that refuses it costs the run nothing."""
+def _write_where(directory: RunDirectory, config: RunConfig, telemetry: FollowerTelemetry, epoch: int) -> None:
+    """Say where this node's metrics are, and for which epoch; a disk that refuses it costs the run nothing."""
     has_password = config.metrics_security.users is not None
     where = {"url": telemetry.metrics_url, "pid": os.getpid(), "run": config.run, "password": has_password}
+    where |= {"node": node_name(), "epoch": epoch}
     with contextlib.suppress(StorageError):
         write_json_atomically(directory.metrics, where, durable=False)
 

@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 import pytest
 
+from nvrx_sre.cli.monitor import read_followers
 from nvrx_sre.events.schema import (
     Event,
     FaultClass,
@@ -145,6 +146,7 @@ def test_two_hosts_give_the_numbers_of_one(oracle: Ended, tmp_path: Path) -> Non
     newest = tmp_path / "run" / "checkpoints" / ended.events(SaveCommitted)[-1][1].directory
     assert sorted(path.name for path in newest.glob("rank-*.json")) == ["rank-00000.json", "rank-00001.json"]
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
+    assert [(each.node, each.epoch) for each in read_followers(tmp_path / "run")] == [("b", 1)], "to be scraped there"
 
 
 @pytest.fixture

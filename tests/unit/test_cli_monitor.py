@@ -17,6 +17,7 @@ from nvrx_sre.cli.main import main
 from nvrx_sre.cli.monitor import Endpoint, Shown, View, Watched, alert_table, changes, read_endpoint, shown_alerts
 from nvrx_sre.core import processes
 from nvrx_sre.core.errors import UserError
+from nvrx_sre.launcher.host import node_name
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeAccess, ScrapeTarget
 from tests.certificates import make_certificate
 
@@ -213,3 +214,41 @@ def test_a_password_that_others_can_read_is_refused(capsys: pytest.CaptureFixtur
     given = ["--metrics-user", "prom", "--metrics-password-file", str(tmp_path / "password")]
     assert main(["monitor", "--root", str(tmp_path), *given]) == UserError.exit_code
     assert "can be read by others: chmod 600" in capsys.readouterr().err
+
+
+def follow(directory: Path, rank: int, epoch: int, host: str = "127.0.0.1", node: str | None = None) -> None:
+    """A follower of that epoch says where it serves."""
+    where = {"url": f"http://{host}:{9400 + rank}/metrics", "pid": 1, "run": directory.name, "password": False}
+    where |= {"node": node_name() if node is None else node, "epoch": epoch}
+    (directory / f"metrics-{rank:05d}.json").write_text(json.dumps(where))
+
+
+def test_followers_of_the_newest_leader_are_scraped_beside_it(tmp_path: Path) -> None:
+    """Not those of an earlier epoch, whose port is not theirs any more, and none of a run whose leader is not there."""
+    directory = serve(tmp_path / "runs" / "a", os.getpid())
+    follow(directory, 1, epoch=1)
+    follow(directory, 2, epoch=0)
+    watched = Watched([directory], None)
+    assert urls(watched) == ["http://127.0.0.1:9400/metrics", "http://127.0.0.1:9401/metrics"]
+    assert [item.target().labels["namespace"] for item in watched.refresh()] == ["runs", "runs"]
+    (directory / "epochs" / "00000002.json").write_text((directory / "epochs" / "00000001.json").read_text())
+    assert urls(watched) == ["http://127.0.0.1:9400/metrics"], "the new leader's followers have not joined yet"
+    follow(directory, 1, epoch=2)
+    assert len(urls(watched)) == 2
+    serve(directory, os.getpid(), ticks=1)
+    (directory / "epochs" / "00000002.json").unlink()
+    follow(directory, 1, epoch=1)
+    assert urls(Watched([directory], None)) == []
+
+
+def test_a_follower_on_another_host_is_scraped_there_or_said_not_to_be(tmp_path: Path) -> None:
+    """On all addresses: under its host's name. On that host's loopback: a line says what to give its launcher."""
+    directory = serve(tmp_path / "a", os.getpid())
+    follow(directory, 1, epoch=1, host="0.0.0.0", node="node-b")
+    follow(directory, 2, epoch=1, node="node-c")
+    _, reachable, hidden = Watched([directory], None).refresh()
+    assert reachable.url == "http://node-b:9401/metrics"
+    assert (reachable.unscraped_because(NO_ACCESS), hidden.unscraped_because(NO_ACCESS)) == (
+        "",
+        "node node-c serves on its loopback: give its launcher --metrics-host",
+    )
