@@ -1,11 +1,10 @@
 """What telemetry costs: a step event in the rank, its share of a step, events in the launcher, a scrape, the exit.
 
-The rank's side is measured as it is in training: read the clock, sum up the step's times, pack the report and send it
-without blocking to another process that takes it in as a launcher does (`launcher.intake`). `back to back` is without
-a pause. In `paced` the rank sleeps in between: its core has gone to sleep as well. In `after work` it works in between,
-as a training does: its core is busy, and who wakes another process may be put aside for it. `share of a step` takes
-short runs of steps of 10 ms of work with and without reports in turn, and compares them in pairs. The launcher's side
-is in `bench.telemetry_launcher`.
+The rank's side is measured as it is in training: read the clock, sum up the step's times, pack the report and store it
+where another process takes it in as a launcher does (`launcher.intake`). `back to back` is without a pause. In `paced`
+the rank sleeps in between: its core has gone to sleep as well. In `after work` it works in between, as a training does:
+its core is busy, and its caches hold something else. The share of a step is in `bench.telemetry_share`, the launcher's
+side in `bench.telemetry_launcher`.
 
 A row whose question has a target says in its note what the target is and whether it was met. Must not: run beside
 a training.
@@ -13,10 +12,10 @@ a training.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,51 +24,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nvrx_sre.bench import telemetry_launcher as launcher
+from nvrx_sre.bench import telemetry_share as share
 from nvrx_sre.bench.rows import Row, machine_row, percentile, summarize, target, write_json
+from nvrx_sre.bench.step_reports import Reporter, chunks_for, work
 from nvrx_sre.bench.telemetry_launcher import BENCH, CONTESTANT
-from nvrx_sre.core.clock import SystemClock, seconds, to_ns
-from nvrx_sre.events.channel import NO_LOSS, Channel, Doorbell, Finished, create_pair, pack_step
-from nvrx_sre.events.schema import Phase
-from nvrx_sre.session.times import StepTimes
-from nvrx_sre.telemetry import context
+from nvrx_sre.core.clock import SystemClock
+from nvrx_sre.events.channel import Channel, Doorbell, Finished, create_pair
+from nvrx_sre.events.step_ring import StepRing
 
 STEP_MEDIAN_MAX_US = 10.0
 STEP_P99_MAX_US = 50.0
-SHARE_MAX_PERCENT = 0.1
-STEP_S = 0.01
-"""Length of a step whose share telemetry takes."""
-RUN_STEPS = 25
-"""Steps in a row with, or without, a report: a launcher that takes in steps behaves otherwise than one that hears of a
-step now and then."""
 PACE_S = 0.002
 """Pause, or work, between paced steps: about a step of the fastest models a person would train."""
 _NS_PER_US = 1_000
-_CHUNK = bytes(64 * 1024)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """How much is measured; the defaults take about two minutes."""
+    """How much is measured; the defaults take about six minutes."""
 
     num_steps: int = 20_000
     """Steps back to back."""
     num_paced_steps: int = 2_000
-    num_pairs: int = 100
-    """Runs of steps of 10 ms with telemetry, and as many without."""
+    share: share.ShareConfig = field(default_factory=share.ShareConfig)
     launcher: launcher.LauncherConfig = field(default_factory=launcher.LauncherConfig)
 
 
 def measure(config: BenchConfig | None = None) -> list[Row]:
     """All cases. The machine's row is the last. Main thread only."""
     config = config or BenchConfig()
-    return [
-        _rank_row("step event, back to back", config.num_steps, lambda: None),
-        _rank_row("step event, paced", config.num_paced_steps, _sleeping(), has_target=True),
-        _rank_row("step event, after work", config.num_paced_steps, _working(), has_target=True),
-        _share_row(config.num_pairs),
-        *launcher.measure(config.launcher),
-        machine_row(),
-    ]
+    with tempfile.TemporaryDirectory(prefix="nvrx-sre-bench-") as folder:
+        return [
+            _rank_row("step event, back to back", config.num_steps, lambda: None),
+            _rank_row("step event, paced", config.num_paced_steps, _sleeping(), has_target=True),
+            _rank_row("step event, after work", config.num_paced_steps, _working(), has_target=True),
+            *share.measure(Path(folder) / "share", config.share),
+            *launcher.measure(config.launcher),
+            machine_row(),
+        ]
 
 
 def run_bench(json_path: Path | None = None) -> list[Row]:
@@ -91,7 +83,8 @@ def _reporter() -> Iterator[Reporter]:
         launcher_process.stdout.readline()  # it is up
         received = theirs.receive()
         assert received is not None and isinstance(received[0], Doorbell)
-        theirs.doorbell = received[1][0]
+        theirs.take_over(received[1])
+        assert theirs.doorbell is not None
         try:
             yield Reporter(theirs)
         finally:
@@ -100,41 +93,10 @@ def _reporter() -> Iterator[Reporter]:
             os.close(theirs.doorbell)
 
 
-class Reporter:
-    """What a rank does for telemetry at a step boundary (`session.context`)."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self._clock = SystemClock()
-        self._times = StepTimes(self._clock)
-        self._tokens = 0
-
-    def report(self, step: int) -> None:
-        """Report a step, which took some time that was not spent on a checkpoint."""
-        context.set_step(step)
-        self._times.switch(Phase.STEP)
-        self._tokens += 1024
-        packet = pack_step(
-            1,
-            step,
-            self._clock.monotonic_ns(),
-            *self._times.totals_s(),
-            self._tokens,
-            NO_LOSS,
-            False,
-            -1,
-            False,
-            0,
-            0,
-            0,
-        )
-        self.channel.send_step_nowait(packet, is_urgent=False)
-
-
 def _rank_row(case: str, num_steps: int, between: Callable[[], object], *, has_target: bool = False) -> Row:
     with _reporter() as reporter:
         samples_us = _report_steps(reporter, num_steps, between)
-        note = f"times, build, encode, send; {reporter.channel.num_dropped} of {num_steps} dropped"
+        note = f"times, build, encode, store; {reporter.channel.num_dropped} of {num_steps} dropped"
     if has_target:
         median_us, p99_us = percentile(samples_us, 0.5), percentile(samples_us, 0.99)
         is_met = median_us <= STEP_MEDIAN_MAX_US and p99_us <= STEP_P99_MAX_US
@@ -161,51 +123,8 @@ def _sleeping() -> Callable[[], object]:
 
 
 def _working() -> Callable[[], object]:
-    num_chunks = _chunks_for(SystemClock(), PACE_S)
-    return lambda: _work(num_chunks)
-
-
-def _share_row(num_pairs: int) -> Row:
-    """What reports add to steps of 10 ms, in percent of the step."""
-    clock = SystemClock()
-    num_chunks = _chunks_for(clock, STEP_S)
-    with _reporter() as reporter:
-
-        def run_s(report: Callable[[int], object]) -> float:
-            started_ns = clock.monotonic_ns()
-            for step in range(RUN_STEPS):
-                _work(num_chunks)
-                report(step)
-            return seconds(clock.monotonic_ns() - started_ns)
-
-        shares = []
-        for number in range(num_pairs):
-            # The order turns around in each pair, so that a machine that slows down favours neither.
-            if number % 2:
-                with_s, without_s = run_s(reporter.report), run_s(lambda _: None)
-            else:
-                without_s, with_s = run_s(lambda _: None), run_s(reporter.report)
-            shares.append(100 * (with_s - without_s) / without_s)
-    is_met = percentile(shares, 0.5) <= SHARE_MAX_PERCENT
-    wanted = f"median at most {SHARE_MAX_PERCENT} % of a step of 10 ms"
-    note = f"{target(wanted, is_met)}; runs of {RUN_STEPS} steps with and without in turn"
-    return summarize(shares, bench=BENCH, contestant=CONTESTANT, case="share of a step", ranks=1, unit="%", note=note)
-
-
-def _work(num_chunks: int) -> None:
-    digest = hashlib.sha256()
-    for _ in range(num_chunks):
-        digest.update(_CHUNK)
-
-
-def _chunks_for(clock: SystemClock, wanted_s: float) -> int:
-    """How much work takes `wanted_s` here."""
-    num_chunks = 0
-    until_ns = clock.monotonic_ns() + to_ns(10 * wanted_s)
-    while clock.monotonic_ns() < until_ns:
-        _work(1)
-        num_chunks += 1
-    return max(1, num_chunks // 10)
+    num_chunks = chunks_for(SystemClock(), PACE_S)
+    return lambda: work(num_chunks)
 
 
 @dataclass
@@ -214,6 +133,7 @@ class _Rank:
 
     number: int
     channel: Channel
+    ring: StepRing | None
 
 
 def _take_in(descriptor: int) -> None:
@@ -224,7 +144,7 @@ def _take_in(descriptor: int) -> None:
     from nvrx_sre.launcher import commands
     from nvrx_sre.launcher.intake import Intake
 
-    rank = _Rank(0, Channel(socket.socket(fileno=descriptor)))
+    rank = _Rank(0, Channel(socket.socket(fileno=descriptor)), StepRing.create())
     rank.channel.socket.setblocking(False)
     inputs: deque[commands.Input] = deque()
     intake = Intake(selectors.DefaultSelector(), inputs.append, lambda number: number, lambda: 1)

@@ -95,7 +95,7 @@ class Writer:
             elif isinstance(message, wire.Retain):
                 self._retention.request(message.keep, message.epoch)
             elif isinstance(message, wire.Doorbell):
-                self._channel.doorbell = descriptors[0]
+                self._channel.take_over(descriptors)
         self._retention.wait_idle(RETENTION_WAIT_S)
 
     def _map(self, message: wire.MapSlots, descriptors: list[int]) -> None:

@@ -5,7 +5,10 @@ SIGKILL. Two wire forms: the messages of the hot path (`Step`, `Sealed`, `Alive`
 others are JSON. Totals in `Step` are cumulative since the generation entered its step loop, so a dropped
 packet loses resolution, never time or H. `mono_ns` stamps are CLOCK_MONOTONIC of the host.
 
-A launcher that takes in steps looks at its channels every few milliseconds and is not woken by them in between: to wake
+A rank's steps go beside the socket, through shared memory (`step_ring`), without a call into the kernel. A packet that
+follows steps begins with their number, so that the launcher takes in both in the order in which they were told.
+
+A launcher that takes in steps looks at its channels every so often and is not woken by them in between: to wake
 it costs a busy sender more than all the rest of a report. What must not wait for that rings the `Doorbell`.
 
 Descriptors travel beside a message (SCM_RIGHTS), never as a number inside one.
@@ -26,10 +29,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from nvrx_sre.events.step_ring import MARK_BYTES, StepRing, unmark
+
 MAX_PACKET_BYTES = 64 * 1024
 """Largest packet; longer texts are cut by the sender. Well below the kernel's default socket buffer."""
 SEND_BUFFER_BYTES = 1024 * 1024
-"""Room that a child asks the kernel for: 2,700 steps wait in it, 550 where `net.core.wmem_max` was never raised."""
+"""Room that a child asks the kernel for: 2,700 short messages, 550 where `net.core.wmem_max` was never raised."""
 CHANNEL_FD_VARIABLE = "NVRX_SRE_CHANNEL_FD"
 """Environment variable that hands a process that the launcher executes its end of the channel."""
 
@@ -279,7 +284,10 @@ class Retired(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Doorbell(Message):
-    """The event descriptor beside this message wakes the launcher, whatever it waits for: see `Channel.doorbell`."""
+    """The event descriptor beside this message wakes the launcher, whatever it waits for: see `Channel.doorbell`.
+
+    Who may become a rank gets the memory of its `StepRing` as a second descriptor.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,9 +334,10 @@ class Go(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupt(Message):
-    """Leave `generation` now."""
+    """Leave `generation` now. `is_traced`: the flight recorder's entries are wanted, for about a millisecond."""
 
     generation: int
+    is_traced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +373,13 @@ class MapSlots(Message):
 @dataclass(frozen=True, kw_only=True)
 class SlotsDropped(Message):
     """To a standby: the slots of its node are no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearse(Message):
+    """To a standby: its node's slots hold a state of a world of `world_size` ranks, whose shapes it may rehearse."""
+
+    world_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,7 +434,8 @@ class Leave(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Fork(Message):
-    """To the fork server: start a child. Its end of its channel and its log come as descriptors beside this message.
+    """To the fork server: start a child. Its end of its channel, its log, and where a rank puts its stacks, come as
+    descriptors beside this message.
 
     A writer gets `arguments` as its own, any other child runs them as the user's code. `environment`: what the child
     has beside the server's. `name` is what `ps` shows, at most 15 characters.
@@ -488,43 +505,48 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
-        self.num_dropped = 0
         self.doorbell: int | None = None
         """Descriptor (eventfd) that is rung after each message that the other end should not be late for."""
+        self.ring: StepRing | None = None
+        """A rank's end: where its steps go. None before it is told, and for whoever is no rank."""
+        self._num_unsent = 0
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
+    @property
+    def num_dropped(self) -> int:
+        """Messages that found no room, and steps in whose place there is a later one."""
+        return self._num_unsent + (0 if self.ring is None else self.ring.num_replaced)
+
     def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
         """Send and wait for room; False if the other end is gone."""
-        return self._send(encode(message), descriptors, 0) and self._ring()
+        return self._send(message, descriptors, 0) and self._ring_bell()
 
     def send_nowait(self, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
         """Send without blocking; False (and counted in `num_dropped`) if there is no room or no peer."""
-        is_sent = self._send(encode(message), descriptors, socket.MSG_DONTWAIT)
-        return is_sent and (type(message) is Alive or self._ring())
+        is_sent = self._send(message, descriptors, socket.MSG_DONTWAIT)
+        return is_sent and (type(message) is Alive or self._ring_bell())
 
-    def send_step_nowait(self, packet: bytes, *, is_urgent: bool) -> bool:
-        """`send_nowait` of a packed step. `is_urgent`: the rank will wait for the answer to it."""
-        try:
-            self.socket.send(packet, socket.MSG_DONTWAIT)
-        except OSError:
-            self.num_dropped += 1
-            return False
-        return not is_urgent or self._ring()
+    def report_step(self, packet: bytes, *, is_urgent: bool) -> None:
+        """Tell of a packed step. `is_urgent`: the rank waits for the answer. Main thread, after 'go' (and the ring)."""
+        assert self.ring is not None
+        if self.ring.put(packet) or is_urgent:
+            self._ring_bell()
 
-    def _send(self, packet: bytes, descriptors: tuple[int, ...], flags: int) -> bool:
+    def _send(self, message: Message, descriptors: tuple[int, ...], flags: int) -> bool:
+        packet = encode(message) if self.ring is None else self.ring.mark(encode(message))
         try:
             if descriptors:
                 socket.send_fds(self.socket, [packet], list(descriptors), flags)
             else:
                 self.socket.send(packet, flags)
         except OSError:
-            self.num_dropped += 1
+            self._num_unsent += 1
             return False
         return True
 
-    def _ring(self) -> bool:
+    def _ring_bell(self) -> bool:
         """True, always: a bell that cannot be rung only makes the other end late."""
         if self.doorbell is not None:
             with contextlib.suppress(OSError):
@@ -532,10 +554,10 @@ class Channel:
         return True
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """Next message with the descriptors beside it; None at end of stream.
+        """Next message with the descriptors beside it, from whoever reports no steps; None at end of stream.
 
-        Blocks unless the socket is non-blocking, in which case `BlockingIOError` says there is none.
-        Raises `ValueError` for a packet that is no message.
+        Blocks unless the socket is non-blocking (`BlockingIOError`: there is none). Raises `ValueError` for a packet
+        that is no message.
         """
         try:
             packet, descriptors, _, _ = socket.recv_fds(self.socket, MAX_PACKET_BYTES, 4)
@@ -545,18 +567,23 @@ class Channel:
             return None
         return decode(packet), descriptors
 
-    def receive_plain(self) -> Message | None:
-        """`receive` for the launcher's end, the hot one: no child sends descriptors, and the kernel drops them.
+    def receive_plain(self) -> tuple[Message, int] | None:
+        """`receive` for the launcher's end: the message, and how many steps its sender had told before.
 
-        A child that died with something unread is told of once as an error, before what it had sent.
+        No child sends descriptors, and the kernel drops them. A child that died with something unread is told of once
+        as an error, before what it had sent.
         """
         for _ in range(2):
-            try:
-                packet = self.socket.recv(MAX_PACKET_BYTES)
-            except ConnectionError:
-                continue
-            return decode(packet) if packet else None
+            with contextlib.suppress(ConnectionError):
+                packet, num_before = unmark(self.socket.recv(MARK_BYTES + MAX_PACKET_BYTES))
+                return (decode(packet), num_before) if packet else None
         return None
+
+    def take_over(self, descriptors: list[int]) -> None:
+        """What came beside `Doorbell`: to be rung and written by this end from now on."""
+        self.doorbell = descriptors[0]
+        if len(descriptors) > 1:
+            self.ring = StepRing.map(descriptors[1])
 
     def close(self) -> None:
         self.socket.close()

@@ -1,6 +1,6 @@
 """The launcher's side of the node's fork server: one process that has imported torch, from which children are forked.
 
-    put(request) -> queue -> Fork + (channel, log) -> `session.forkserver` -> Forked(pid) -> take()
+    put(request) -> queue -> Fork + (channel, log, stacks) -> `session.forkserver` -> Forked(pid) -> take()
 
 A fork takes about 10 ms where a fresh interpreter needs seconds for its imports. The server is started with the first
 request. If it dies, the child that it was about to start has failed, which the launcher's policy judges; one that had
@@ -35,11 +35,15 @@ MODULE = "nvrx_sre.session.forkserver"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """A child to be started, with the descriptors that go to it: its end of its channel, and its log."""
+    """A child to be started, with the descriptors that go to it: its end of its channel, and its log.
+
+    `stacks`: where a rank puts its stacks, which stays the launcher's; () for a child that is none.
+    """
 
     message: wire.Fork
     channel: wire.Channel
     output: int
+    stacks: tuple[int, ...] = ()
 
     def close(self) -> None:
         """Close the launcher's copies of the descriptors."""
@@ -139,7 +143,8 @@ class ForkServer:
         if self._server is None:
             return answers
         with contextlib.suppress(BlockingIOError):
-            while (message := self._server.channel.receive_plain()) is not None:
+            while (received := self._server.channel.receive_plain()) is not None:
+                message, _ = received
                 if isinstance(message, wire.Forked):
                     self._on_way = None
                     self._is_proven |= message.pid > 0
@@ -164,7 +169,8 @@ class ForkServer:
             request = self._waiting[0]
             try:
                 server = self._running()
-                packet_fits = server.channel.send_nowait(request.message, (request.channel.fileno(), request.output))
+                descriptors = (request.channel.fileno(), request.output, *request.stacks)
+                packet_fits = server.channel.send_nowait(request.message, descriptors)
             except (OSError, ValueError) as error:
                 text = error.strerror if isinstance(error, OSError) else str(error)
                 failed.append(wire.Forked(child=request.message.child, pid=0, error=text or str(error)))

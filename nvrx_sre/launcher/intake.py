@@ -1,17 +1,17 @@
-"""What children say: their channels, when to look at them, and what is noted on the way in.
+"""What children say: their channels, the rings of their steps, when to look at them, what is noted on the way in.
 
-Model: while no steps come in, every message wakes the launcher. While they do, it looks at all channels every
-`GATHER_S` and sleeps in between, unless something urgent happens: a death, a signal, or a child rings the doorbell,
-which it does after every message but a plain step and a sign of life. So a step costs its rank no wake-up of another
-process, which on a busy machine takes the rank longer than all the rest of the report, and costs the launcher a share
-of one turn. What a step means is the same: stamps are the rank's own.
+Model: while no steps come in, every message and every step wakes the launcher. While they do, it looks at everything
+every `GATHER_S` and sleeps in between, unless something urgent happens: a death, a signal, or a child rings the
+doorbell, which it does after every message but a plain step and a sign of life, and when its ring is half full. So a
+step costs its rank no wake-up of another process, which on a busy machine takes the rank longer than all the rest of
+the report, and costs the launcher a share of one turn. What a step means is the same: stamps are the rank's own.
 
     selector -+- whatever else wakes the launcher
               +- doorbell
               +- the channels, together, while not gathering
 
-Invariants: packets of a child are taken in their order; nothing is held back here. Not thread-safe: the launcher's
-loop. Must not: block, judge what was said.
+Invariants: what a child told is taken in its order, packets and steps (a packet says how many steps were before it);
+nothing is held back here. Not thread-safe: the launcher's loop. Must not: block, judge what was said.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from nvrx_sre.events import channel as wire
+from nvrx_sre.events.step_ring import StepRing
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.lateness import Lateness
 
-GATHER_S = 0.025
-"""Time between two looks at the channels while steps come in. A rank's channel holds at least 550 steps, so that 20,000
-a second find room; and nobody waits for a step (seconds)."""
+GATHER_S = 0.1
+"""Time between two looks while steps come in (seconds). A ring holds the steps of many looks, and nobody waits for a
+step: what a rank, a slot or a person waits for rings. Each look disturbs whoever computes on the same processor."""
 
 _OWN = object()
 """Marks what is nobody else's to handle."""
@@ -41,6 +42,7 @@ class Speaker(Protocol):
 
     number: int
     channel: wire.Channel
+    ring: StepRing | None
 
 
 class Intake:
@@ -58,6 +60,8 @@ class Intake:
         self._rank_of = rank_of
         self._world_size = world_size
         self._channels = selectors.EpollSelector()
+        self._rings: dict[int, Speaker] = {}
+        """Children that may report steps."""
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_gathering = False
         self._num_steps = 0
@@ -66,7 +70,7 @@ class Intake:
         self._num_dropped_by_dead = 0
         self.lateness = Lateness()
         self.num_bad_packets = 0
-        """Packets that were no message."""
+        """Packets that were no message, and places of rings that held no step."""
         self.on_injected: Callable[[int, wire.Injected], None] = lambda _, __: None
         """Hears of a child's planned fault before the machine does."""
         selector.register(self._bell, selectors.EVENT_READ, _OWN)
@@ -78,13 +82,18 @@ class Intake:
         return self._num_dropped_by_dead + sum(self._dropped.values())
 
     def add(self, child: Speaker) -> None:
-        """Listen to a child, and give it the doorbell."""
+        """Listen to a child, and give it the doorbell and its ring."""
         self._channels.register(child.channel, selectors.EVENT_READ, child)
-        child.channel.send_nowait(wire.Doorbell(), (self._bell,))
+        ring = child.ring
+        if ring is not None:
+            self._rings[child.number] = child
+            ring.watch(self._is_gathering)
+        child.channel.send_nowait(wire.Doorbell(), (self._bell,) if ring is None else (self._bell, ring.fd))
 
     def remove(self, child: Speaker) -> None:
         """The child is dead, and all it said was taken in."""
         self._num_dropped_by_dead += self._dropped.pop(child.number, 0)
+        self._rings.pop(child.number, None)
         self._stop_listening(child)
 
     def select(self, timeout_s: float) -> list[Any]:
@@ -98,25 +107,46 @@ class Intake:
         self._num_steps = 0
         for key, _ in self._channels.select(0):
             self.drain(key.data)
+        for child in self._rings.values():
+            if child.ring is not None and child.ring.has_more:
+                self.drain(child)
         self._gather(self._num_steps > 0)
         return [key.data for key, _ in ready if key.data is not _OWN]
 
     def drain(self, child: Speaker) -> None:
-        """Take in every packet that has arrived. A closed channel alone is not death: the pidfd tells."""
+        """Take in all that was told by now. A closed channel alone is not death: the pidfd tells."""
+        # Counted first: every packet that was sent before these steps is in the channel by then.
+        num_steps = 0 if child.ring is None else child.ring.num_written
         while True:
             try:
-                message = child.channel.receive_plain()
+                received = child.channel.receive_plain()
             except BlockingIOError:
-                return
+                break
             except ValueError:
                 self.num_bad_packets += 1  # the child's own doing, its deadlines judge it
                 continue
-            if message is None:
+            if received is None:
                 self._stop_listening(child)
-                return
-            self._num_steps += isinstance(message, wire.Step)
-            self.note(child.number, message)
-            self._put(c.FromChild(child=child.number, message=message))
+                break
+            message, num_before = received
+            self._take_steps(child, num_before)
+            self._take(child, message)
+        self._take_steps(child, num_steps)
+
+    def _take_steps(self, child: Speaker, until: int) -> None:
+        """Take in the steps with a number below `until`."""
+        ring = child.ring
+        if ring is None:
+            return
+        num_damaged = ring.num_damaged
+        for packet in ring.take(until):
+            self._take(child, wire.decode(packet))
+            self._num_steps += 1
+        self.num_bad_packets += ring.num_damaged - num_damaged
+
+    def _take(self, child: Speaker, message: wire.Message) -> None:
+        self.note(child.number, message)
+        self._put(c.FromChild(child=child.number, message=message))
 
     def note(self, number: int, message: wire.Message) -> None:
         """What is to be noted of a message, also of one that a child of another node has sent."""
@@ -139,10 +169,15 @@ class Intake:
     def _gather(self, is_wanted: bool) -> None:
         if is_wanted is not self._is_gathering:
             self._is_gathering = is_wanted
+            rings = [child.ring for child in self._rings.values() if child.ring is not None]
+            for ring in rings:
+                ring.watch(is_wanted)
             if is_wanted:
                 self._selector.unregister(self._channels)
             else:
                 self._selector.register(self._channels, selectors.EVENT_READ, _OWN)
+                if any(ring.has_more for ring in rings):  # stored before the rank could see that nobody looks
+                    os.eventfd_write(self._bell, 1)
 
     def _stop_listening(self, child: Speaker) -> None:
         if child.channel.fileno() in self._channels.get_map():

@@ -1,8 +1,9 @@
 """Child processes: forked as session leaders, watched by pidfd, ended as whole sessions.
 
-Each child has one channel (SOCK_SEQPACKET), one log file for both its output streams (no pipe that a stalled
-launcher could fill), and, once the fork server (`launcher.forkserver`) has started it, a pid and a pidfd. Before that
-it can be sent messages, which it finds when it starts, and be killed, which it is when it starts.
+Each child has one channel (SOCK_SEQPACKET), a ring for its steps if it may become a rank, one log file for both its
+output streams (no pipe that a stalled launcher could fill), and, once the fork server (`launcher.forkserver`) has
+started it, a pid and a pidfd. Before that it can be sent messages, which it finds when it starts, and be killed, which
+it is when it starts.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Role
 from nvrx_sre.events.settings import STACKS_SIGNAL
+from nvrx_sre.events.step_ring import StepRing
+from nvrx_sre.launcher.stacks import StackFile
 
 TAIL_BYTES = 8192
 STACKS_WAIT_S = 0.1
 """Longest wait for the stacks of a hung process before it is killed (seconds)."""
-STACKS_POLL_S = 0.01
+STACKS_POLL_S = 0.005
 
 
 @dataclass(kw_only=True, eq=False)
@@ -33,6 +36,7 @@ class Child:
     number: int
     role: Role
     channel: wire.Channel
+    ring: StepRing | None
     log: Path
     log_from_bytes: int = 0
     """Size of the log before the child: an earlier launcher of the run may have had a child of that name."""
@@ -42,8 +46,10 @@ class Child:
     pidfd: int = -1
     _is_doomed: bool = False
     """It was killed before it was started."""
+    stacks: StackFile | None = None
+    """Where it writes its stacks; not its own to close. None for a child that is never a rank."""
     _stacks_from_bytes: int | None = None
-    """Size of the log when stacks were requested, None when none are awaited."""
+    """What was in it when stacks were requested, None when none are awaited."""
 
     def started(self, pid: int) -> None:
         """It is the process `pid`, a child of this one that nobody has reaped."""
@@ -62,31 +68,32 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def request_stacks(self) -> None:
-        """Have the stacks of all the child's threads written to its log. Does not wait."""
-        self._stacks_from_bytes = self._log_bytes()
+        """Have the stacks of all the child's threads written to its stack file. Does not wait."""
+        if self.stacks is None or not self.pid:
+            return
+        self.stacks.write("Asked for by the launcher:\n")
+        self._stacks_from_bytes = self.stacks.num_bytes()
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, STACKS_SIGNAL)
 
     def await_stacks(self) -> None:
-        """Wait until requested stacks stand in the log, at most `STACKS_WAIT_S`: a stopped process writes none."""
-        if self._stacks_from_bytes is None:
+        """Wait until requested stacks are there, at most `STACKS_WAIT_S`. A stopped process is not waited for."""
+        if self.stacks is None or self._stacks_from_bytes is None:
             return
+        seen = self._stacks_from_bytes
         death = select.poll()
         death.register(self.pidfd, select.POLLIN)
-        seen = self._stacks_from_bytes
         for _ in range(round(STACKS_WAIT_S / STACKS_POLL_S)):
+            if processes.is_stopped(self.pid):
+                self.stacks.write("The process is stopped: it cannot say where it stands.\n")
+                break
             if death.poll(STACKS_POLL_S * 1000):
                 break
-            size = self._log_bytes()
-            if size == seen > self._stacks_from_bytes:
+            num_bytes = self.stacks.num_bytes()
+            if num_bytes == seen > self._stacks_from_bytes:
                 break
-            seen = size
+            seen = num_bytes
         self._stacks_from_bytes = None
-
-    def _log_bytes(self) -> int:
-        with contextlib.suppress(OSError):
-            return self.log.stat().st_size
-        return 0
 
     def reap(self) -> int:
         """Return code of the child (negative: signal), once it is dead.
@@ -103,8 +110,10 @@ class Child:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def close(self) -> None:
-        """Close the channel; a child that was never started has nothing else."""
+        """Close channel and ring; a child that was never started has nothing else."""
         self.channel.close()
+        if self.ring is not None:
+            self.ring.close()
 
     def last_line(self) -> str:
         """Last non-empty line of the child's output."""
@@ -124,13 +133,17 @@ def prepare(number: int, role: Role, log: Path) -> tuple[Child, wire.Channel, in
 
     Raises `OSError` if there is no descriptor left, or no room for the log.
     """
-    ours, theirs = wire.create_pair()
-    try:
+    with contextlib.ExitStack() as made:
+        ours, theirs = wire.create_pair()
+        made.callback(ours.close)
+        made.callback(theirs.close)
+        ring = None
+        if role is not Role.WRITER:
+            ring = StepRing.create()
+            made.callback(ring.close)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE_MODE)
-    except OSError:
-        ours.close()
-        theirs.close()
-        raise
+        made.pop_all()
     ours.socket.setblocking(False)
     from_bytes = os.fstat(output).st_size
-    return Child(number=number, role=role, channel=ours, log=log, log_from_bytes=from_bytes), theirs, output
+    child = Child(number=number, role=role, channel=ours, ring=ring, log=log, log_from_bytes=from_bytes)
+    return child, theirs, output

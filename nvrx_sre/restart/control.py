@@ -29,6 +29,7 @@ from nvrx_sre.core.clock import Clock, to_ns
 from nvrx_sre.core.errors import Interrupted, RestartAborted
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Phase
+from nvrx_sre.restart.stacks import OwnStacks
 
 ALIVE_INTERVAL_S = 0.25
 """Liveness period: a quarter of the shortest sensible progress deadline (1 s)."""
@@ -50,6 +51,9 @@ class RankControl:
         self.channel = channel
         self.clock = clock
         self.groups: Abortable | None = None
+        self.stacks = OwnStacks(None)
+        self.on_interrupt: Callable[[wire.Interrupt], None] | None = None
+        """Called before anything is aborted, in the monitor thread."""
         self.step = 0
         self.progress = 0
         self.on_slots: Callable[[wire.SlotsGranted, int], None] | None = None
@@ -66,6 +70,7 @@ class RankControl:
         self._changed = threading.Condition()
         self._assign: tuple[wire.Assign, int | None] | None = None
         self._go: wire.Go | None = None
+        self._rehearsal: wire.Rehearse | None = None
         self._leave = False
         self._turn = (0, 0)
         self._phase: tuple[str, int] = (Phase.INIT, clock.monotonic_ns())
@@ -94,6 +99,15 @@ class RankControl:
     def reinstall_handler(self) -> None:
         signal.signal(self._signal, self._on_signal)
         signal.siginterrupt(self._signal, True)
+
+    def wait_called(self) -> wire.Rehearse | None:
+        """Block until this standby has something to rehearse; None once it was given a rank, or is to leave."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._assign is not None or self._leave or self._rehearsal is not None)
+            if self._assign is not None or self._leave:
+                return None
+            message, self._rehearsal = self._rehearsal, None
+            return message
 
     def wait_assigned(self) -> tuple[wire.Assign, int | None]:
         """Block until the launcher gives this process a rank; (message, memfd of its slots or None)."""
@@ -197,6 +211,7 @@ class RankControl:
         if now_ns - self._last_raise_ns < to_ns(REDELIVERY_S):
             return
         self._last_raise_ns = now_ns
+        self.stacks.interrupted(frame)
         raise Interrupted(generation)
 
     # --- monitor thread -----------------------------------------------------------------------------------
@@ -264,10 +279,12 @@ class RankControl:
         elif isinstance(message, wire.HotInterval):
             self._tell_interval(message)
         elif isinstance(message, wire.Doorbell):
-            self.channel.doorbell = descriptors[0]
+            self.channel.take_over(descriptors)
         else:
             if isinstance(message, wire.Go):
                 self._tell_interval(wire.HotInterval(every=message.hot_every, from_step=0))
+            elif isinstance(message, wire.Interrupt) and self.on_interrupt is not None:
+                self.on_interrupt(message)
             self._hand_over(message, descriptors)
 
     def _tell_interval(self, message: wire.HotInterval) -> None:
@@ -284,6 +301,8 @@ class RankControl:
                 self._interrupted = max(self._interrupted, message.generation)
             elif isinstance(message, wire.SaveTurn):
                 self._turn = max(self._turn, (message.generation, message.step))
+            elif isinstance(message, wire.Rehearse):
+                self._rehearsal = message
             elif isinstance(message, wire.Leave):
                 self._leave = True
             self._changed.notify_all()

@@ -4,7 +4,7 @@ Model: a generation forms its group, registers state, restores, then commits ste
 boundary: the capture of the state begins there and the step is reported; the rank says separately when the
 capture is sealed. All state of a generation hangs on its context and is dropped with it.
 
-Thread safety: main thread only. Must not: block a step on telemetry; the report is one non-blocking send.
+Thread safety: main thread only. Must not: block a step on telemetry; the report is a few stores to shared memory.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class Context:
         packet = wire.pack_step(
             self.generation,
             control.step,
-            control.clock.monotonic_ns(),
+            times.since_ns,
             *times.totals_s(),
             self._tokens,
             loss,
@@ -236,7 +236,7 @@ class Context:
             self._arrived_ns,
         )
         self._arrived_ns = 0
-        control.channel.send_step_nowait(packet, is_urgent=is_urgent)
+        control.channel.report_step(packet, is_urgent=is_urgent)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -189,7 +189,8 @@ def test_a_signal_to_all_processes_of_the_job_ends_children_and_not_the_server(l
         os.kill(launcher.server_pid(), number)
     child = launcher.start("import signal\nsignal.pause()\n")
     child.channel.socket.settimeout(LIMIT_S)
-    assert isinstance(child.channel.receive_plain(), wire.Hello)
+    received = child.channel.receive_plain()
+    assert received is not None and isinstance(received[0], wire.Hello)
     os.kill(child.pid, signal.SIGTERM)
     assert child.reap() == -signal.SIGTERM
     code, lines = launcher.run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nsignal.pause()\n")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import selectors
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
 from nvrx_sre.events import channel as wire
+from nvrx_sre.events import step_ring
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.intake import Intake
 
@@ -24,11 +29,12 @@ class Rank:
 
     number: int
     channel: wire.Channel
+    ring: step_ring.StepRing
     own: wire.Channel
 
-    def step(self, step: int, *, is_urgent: bool = False) -> bool:
+    def step(self, step: int, *, is_urgent: bool = False) -> None:
         """Report a step."""
-        return self.own.send_step_nowait(wire.pack_step(1, step, *PLAIN), is_urgent=is_urgent)
+        self.own.report_step(wire.pack_step(1, step, *PLAIN), is_urgent=is_urgent)
 
     def alive(self) -> bool:
         """Give a sign of life, as the monitor thread does."""
@@ -50,12 +56,12 @@ class Node:
         for number in range(2):
             ours, theirs = wire.create_pair()
             ours.socket.setblocking(False)
-            rank = Rank(number, ours, theirs)
+            rank = Rank(number, ours, step_ring.StepRing.create(), theirs)
             self.ranks.append(rank)
             self.intake.add(rank)
             received = theirs.receive()
             assert received is not None and isinstance(received[0], wire.Doorbell)
-            theirs.doorbell = received[1][0]
+            theirs.take_over(received[1])
 
     def is_woken(self) -> bool:
         """Something would end the launcher's wait now."""
@@ -76,6 +82,7 @@ def node() -> Iterator[Node]:
     for rank in made.ranks:
         rank.channel.close()
         rank.own.close()
+        rank.ring.close()
     made.intake.close()
     made.selector.close()
 
@@ -101,7 +108,9 @@ def test_while_steps_come_a_step_wakes_nobody_and_is_taken_in_all_the_same(node:
     node.ranks[1].alive()
     assert not node.is_woken()
     node.intake.select(LONG_S)
-    assert node.told() == [(0, "Step"), (0, "Step"), (1, "Step"), (1, "Alive")]
+    told = node.told()
+    assert [kind for child, kind in told if child == 0] == ["Step", "Step"]
+    assert [kind for child, kind in told if child == 1] == ["Step", "Alive"]
     node.intake.select(LONG_S)
     assert node.told() == []
     node.ranks[1].alive()
@@ -135,23 +144,93 @@ def test_other_inputs_of_the_loop_are_handed_on(node: Node) -> None:
     theirs.close()
 
 
-def test_what_found_no_room_is_known_also_after_its_sender_died(node: Node) -> None:
-    """A rank tells what it dropped with its next sign of life; a step is dropped, not waited for."""
+def test_a_step_wakes_again_as_soon_as_no_step_came_for_a_while(node: Node) -> None:
+    """Also one that was stored just before its rank could see that nobody looks any more."""
     first, second = node.ranks
-    num_sent = 0
-    while first.step(num_sent + 1):
-        num_sent += 1
-    assert num_sent >= 500 and not first.step(num_sent + 2)
+    first.step(1)
     node.intake.select(LONG_S)
-    assert len(node.told()) == num_sent
-    assert node.intake.num_dropped == 0, "nobody has told yet"
-    second.own.num_dropped = 5
-    for rank in node.ranks:
-        rank.alive()
     node.intake.select(LONG_S)
+    assert not node.is_woken()
+    second.step(1)
+    assert node.is_woken()
+    node.intake.select(LONG_S)
+    second.ring.watch(False)
+    doorbell, second.own.doorbell = second.own.doorbell, None
+    node.intake.select(LONG_S)
+    second.step(2)
+    second.own.doorbell = doorbell
+    node.told()
+    node.intake.select(LONG_S)
+    assert node.told() == [(1, "Step")]
+
+
+def test_packets_and_steps_of_a_child_come_in_the_order_in_which_they_were_told(node: Node) -> None:
+    """A step behind what comes before it, a fault behind its last step: they travel on different ways."""
+    first = node.ranks[0]
+    for step in range(1, 4):
+        first.own.send(wire.Acked(generation=step, mono_ns=1))
+        first.step(step)
+    first.step(4)
+    first.own.send(wire.Ready(generation=1, fit=True, reason="", mono_ns=1))
+    first.step(5)
+    node.intake.select(LONG_S)
+    assert [kind for _, kind in node.told()] == ["Acked", "Step"] * 3 + ["Step", "Ready", "Step"]
+
+
+def test_a_launcher_that_is_away_finds_every_step(node: Node) -> None:
+    """As many as a ring holds; beyond that the newest is kept, and what it replaced is counted."""
+    first, second = node.ranks
+    first.step(1)
+    node.intake.select(LONG_S)
+    node.inputs.clear()
+    for step in range(2, step_ring.NUM_STEPS + 2):
+        first.step(step)
+    assert first.own.num_dropped == 0
+    for step in range(step_ring.NUM_STEPS + 2, step_ring.NUM_STEPS + 9):
+        first.step(step)
+    first.alive()
+    node.intake.select(LONG_S)
+    steps = [item.message.step for item in node.inputs if isinstance(item.message, wire.Step)]  # type: ignore[union-attr]  # all are from children
+    assert steps == [*range(2, step_ring.NUM_STEPS + 1), step_ring.NUM_STEPS + 8]
     assert node.intake.num_dropped == 7
     node.intake.remove(first)
-    assert node.intake.num_dropped == 7
+    second.alive()
+    node.intake.select(LONG_S)
+    assert node.intake.num_dropped == 7, "it is known also after its sender died"
+
+
+def test_a_ring_that_is_half_full_wakes_the_launcher(node: Node) -> None:
+    """Once: a rank that reports faster than anybody looks does not call the kernel for each step."""
+    first = node.ranks[0]
+    first.step(1)
+    node.intake.select(LONG_S)
+    for step in range(2, step_ring.NUM_STEPS // 2 + 2):
+        first.step(step)
+    assert not node.is_woken()
+    first.step(step_ring.NUM_STEPS // 2 + 2)
+    assert node.is_woken()
+
+
+def test_c01_what_a_killed_rank_had_told_counts(node: Node) -> None:
+    """Steps lie in the launcher's memory, and a packet in the kernel's: neither dies with the rank."""
+    first = node.ranks[0]
+    code = (
+        "import os, socket, sys\n"
+        "from nvrx_sre.events import channel as wire\n"
+        "from nvrx_sre.events.step_ring import StepRing\n"
+        "own = wire.Channel(socket.socket(fileno=int(sys.argv[1])))\n"
+        "own.ring = StepRing.map(int(sys.argv[2]))\n"
+        "for step in range(1, 1001):\n"
+        "    own.report_step(wire.pack_step(1, step, 1000, 0.1, 0.0, 0.0, 0.0, 7, 0.5, True, -1, False, 0, 0, 0),"
+        " is_urgent=False)\n"
+        "own.send(wire.Acked(generation=1, mono_ns=1))\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    descriptors = (first.own.fileno(), first.ring.fd)
+    command = [sys.executable, "-c", code, *map(str, descriptors)]
+    assert subprocess.run(command, pass_fds=descriptors, check=False).returncode == -signal.SIGKILL
+    node.intake.drain(first)
+    assert node.told() == [(0, "Step")] * 1000 + [(0, "Acked")]
 
 
 def test_a_closed_channel_is_no_death_and_keeps_nobody_awake(node: Node) -> None:
@@ -186,9 +265,20 @@ def test_a_packet_that_is_no_message_is_counted(node: Node) -> None:
     assert node.intake.num_bad_packets == 1 and node.told() == [(0, "Alive")]
 
 
+def test_memory_that_holds_no_step_is_counted(node: Node) -> None:
+    """A script that writes where it should not loses that step, and no other."""
+    first = node.ranks[0]
+    for step in range(1, 4):
+        first.step(step)
+    with mmap.mmap(first.ring.fd, step_ring.RING_BYTES) as memory:
+        memory[step_ring.COUNTS_BYTES + step_ring.PLACE_BYTES + 7] ^= 1
+    node.intake.select(LONG_S)
+    assert node.intake.num_bad_packets == 1 and node.told() == [(0, "Step")] * 2
+
+
 def test_lateness_is_noted_on_the_way(node: Node) -> None:
     """Who came later to the first collective of a step."""
     for rank, arrived_ns in zip(node.ranks, (10_000_000, 30_000_000), strict=True):
-        rank.own.send_step_nowait(wire.pack_step(1, 1, *PLAIN[:-1], arrived_ns), is_urgent=False)
+        rank.own.report_step(wire.pack_step(1, 1, *PLAIN[:-1], arrived_ns), is_urgent=False)
     node.intake.select(LONG_S)
     assert [node.intake.lateness.of(rank) for rank in (0, 1)] == pytest.approx([0.0, 0.02])

@@ -1,0 +1,128 @@
+"""The ring of steps: what goes in comes out, in order, whatever is full, half written or damaged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nvrx_sre.events import step_ring
+from nvrx_sre.events.step_ring import NUM_STEPS, STEP_BYTES, StepRing
+
+ALL = 2**63
+FIRST_PLACE = step_ring.COUNTS_BYTES
+
+
+def packet(number: int) -> bytes:
+    """Something of a step's size that no other has."""
+    return number.to_bytes(8, "little") * (STEP_BYTES // 8)
+
+
+@dataclass
+class Ends:
+    """Both ends of a ring, and its memory as a third party sees it."""
+
+    rank: StepRing
+    launcher: StepRing
+
+    def put(self, first: int, last: int) -> list[bool]:
+        """Store the packets of these numbers; which of them asked for the launcher."""
+        return [self.rank.put(packet(number)) for number in range(first, last + 1)]
+
+    def taken(self, until: int = ALL) -> list[int]:
+        """Numbers of the packets that the launcher takes."""
+        packets = self.launcher.take(until)
+        numbers = [int.from_bytes(item[:8], "little") for item in packets]
+        assert packets == list(map(packet, numbers))
+        return numbers
+
+    def flip(self, place: int, offset: int = 5) -> None:
+        """Change a bit of a place, or change it back."""
+        begin = FIRST_PLACE + place * step_ring.PLACE_BYTES + offset
+        (byte,) = os.pread(self.launcher.fd, 1, begin)
+        os.pwrite(self.launcher.fd, bytes([byte ^ 1]), begin)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """An empty ring."""
+    launcher = StepRing.create()
+    made = Ends(StepRing.map(os.dup(launcher.fd)), launcher)
+    yield made
+    made.rank.close()
+    made.launcher.close()
+
+
+def test_what_is_stored_is_taken_once_and_in_order(ends: Ends) -> None:
+    """Over several laps, and never more than was asked for."""
+    expected = 0
+    for num in (1, 7, 5000, NUM_STEPS, NUM_STEPS - 1, 3, NUM_STEPS):
+        ends.put(expected, expected + num - 1)
+        assert ends.launcher.has_more and ends.rank.num_written == expected + num
+        assert ends.taken(until=expected + 1) == [expected]
+        assert ends.taken() == list(range(expected + 1, expected + num))
+        assert not ends.launcher.has_more and ends.taken() == []
+        expected += num
+    assert (ends.rank.num_replaced, ends.launcher.num_damaged) == (0, 0)
+
+
+def test_a_full_ring_keeps_the_newest_step_in_the_place_of_the_one_before(ends: Ends) -> None:
+    """Nothing of the older ones is lost, the newest is never lost, and what was is counted."""
+    ends.put(1, NUM_STEPS)
+    assert all(ends.put(NUM_STEPS + 1, NUM_STEPS + 4)), "the launcher is to come"
+    assert ends.rank.num_replaced == 4
+    assert ends.taken() == [*range(1, NUM_STEPS), NUM_STEPS + 4]
+    ends.put(NUM_STEPS + 5, NUM_STEPS + 5)
+    assert ends.taken() == [NUM_STEPS + 5] and ends.rank.num_replaced == 4
+
+
+def test_the_launcher_is_called_while_it_does_not_watch_and_at_half_full(ends: Ends) -> None:
+    """And not for each step beyond the half."""
+    assert ends.put(1, 2) == [True, True]
+    ends.launcher.watch(True)
+    asked = ends.put(3, NUM_STEPS)
+    assert asked.count(True) == 1 and asked.index(True) == NUM_STEPS // 2 - 2
+    ends.launcher.watch(False)
+    ends.taken()
+    assert ends.put(1, 1) == [True]
+
+
+def test_a_step_that_is_not_whole_yet_is_left_for_the_next_look(ends: Ends) -> None:
+    """Its writer may have been put aside in the middle, or another core see its stores in another order."""
+    ends.put(1, 3)
+    ends.flip(2)
+    assert ends.taken() == [1, 2] and ends.launcher.has_more
+    assert ends.taken() == []
+    ends.flip(2)
+    assert ends.taken() == [3] and ends.launcher.num_damaged == 0
+
+
+def test_a_damaged_place_costs_that_step_alone(ends: Ends) -> None:
+    """It is counted; a damaged checksum is no better than a damaged step."""
+    ends.put(1, 5)
+    ends.flip(0)
+    ends.flip(3, offset=STEP_BYTES)
+    assert ends.taken() == [2, 3, 5] and ends.launcher.num_damaged == 2
+
+
+def test_a_place_of_the_lap_before_is_no_step(ends: Ends) -> None:
+    """The count may be seen before what it counts."""
+    ends.put(1, NUM_STEPS)
+    ends.taken()
+    counts = ends.rank.num_written + 1
+    os.pwrite(ends.launcher.fd, counts.to_bytes(8, "little"), 0)
+    assert ends.launcher.has_more and ends.taken() == []
+
+
+@given(st.binary(min_size=8, max_size=8), st.binary(min_size=8, max_size=8))
+def test_counts_that_somebody_wrote_over_cost_no_more_than_a_lap(written: bytes, taken: bytes) -> None:
+    """A look ends, whatever a script has done to the memory."""
+    ring = StepRing.create()
+    os.pwrite(ring.fd, written, 0)
+    os.pwrite(ring.fd, taken, 128)
+    assert ring.take(ALL) == [] and ring.num_damaged <= NUM_STEPS
+    ring.close()
