@@ -26,6 +26,9 @@ from tests.integration.test_monitoring_runbooks import CRITICAL, shell
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(300)]
 
 FOREVER = "1000000"
+SEALED = 4
+"""Before a restore a planned fault knows of the steps that all ranks have sealed, and is due at its step or after: with
+a fault of one rank at step 6 that is 4 or 5, for the other rank may not be through with 5 yet."""
 REFILLED = "somebody refilled it"
 
 
@@ -66,6 +69,17 @@ def injected(spec: str) -> Callable[[Record], bool]:
 def entered(rank: int, phase: Phase) -> Callable[[Record], bool]:
     """The record of a rank that enters a phase."""
     return lambda record: record.rank == rank and isinstance(record.event, PhaseEntered) and record.event.phase is phase
+
+
+def all_of(*wanted: Callable[[Record], bool]) -> Callable[[Record], bool]:
+    """The record with which each condition has held once, in any order: ranks do not wait for each other."""
+    left = list(wanted)
+
+    def is_last(record: Record) -> bool:
+        left[:] = [condition for condition in left if not condition(record)]
+        return not left
+
+    return is_last
 
 
 def halted(root: Path) -> dict[str, str]:
@@ -110,10 +124,18 @@ def wait_until_unhealthy(root: Path, popen: subprocess.Popen[str]) -> None:
 
 
 def rendezvous(root: Path) -> dict[str, str]:
-    """A rank never comes back to the rendezvous after a recovery."""
-    hang = "hang@1:6/rendezvous"
+    """A rank never comes back to the rendezvous after a recovery; the other waits there for it.
+
+    What a rank does before the rendezvous it tells only if that lasts.
+    """
+    hang = f"hang@1:{SEALED}/rendezvous"
+
+    def again(is_entered: Callable[[Record], bool]) -> Callable[[Record], bool]:
+        return lambda record: record.generation > 1 and is_entered(record)
+
+    waits, is_missing = again(entered(0, Phase.RENDEZVOUS)), again(entered(1, Phase.INIT))
     with running(root, "rendezvous", "exception@0:6", hang) as popen:
-        launched.wait_for(run_dir(root, "rendezvous"), popen, injected(hang))
+        launched.wait_for(run_dir(root, "rendezvous"), popen, all_of(injected(hang), waits, is_missing))
         return {"NvrxRendezvousStuck": page(root, "rendezvous", "NvrxRendezvousStuck")}
 
 
@@ -140,7 +162,7 @@ def unsaved(root: Path) -> dict[str, str]:
 
 def overdue(root: Path) -> dict[str, str]:
     """A rank is killed, and its successor does not come past the load of the checkpoint."""
-    hang = "hang@1:6/restore"
+    hang = f"hang@1:{SEALED}/restore"
     with running(root, "overdue", "sigkill@1:6", hang) as popen:
         launched.wait_for(run_dir(root, "overdue"), popen, injected(hang))
         return {"NvrxRecoveryOverdue": page(root, "overdue", "NvrxRecoveryOverdue")}
@@ -155,7 +177,7 @@ PAGES: dict[str, tuple[Callable[[Path], dict[str, str]], list[str]]] = {
     "NvrxRunStalled": (stalled, [r"rank 1\tstep\n", r"\n200\n", STOPPED_RANK]),
     "NvrxLauncherStuck": (stalled, [r"\n503\n", r"nvrx_sre train .*dir-of-stalled"]),
     "NvrxTargetMissing": (stalled, [r"no answer", r"\d+ T\S* .*dir-of-stalled"]),
-    "NvrxRendezvousStuck": (rendezvous, [r"rank 0\tstep 6\texception", r"rank 0\trendezvous\n", r"rank 1\tteardown\n"]),
+    "NvrxRendezvousStuck": (rendezvous, [r"rank 0\tstep 6\texception", r"rank 0\trendezvous\n", r"rank 1\tinit\n"]),
     "NvrxStartupOverdue": (startup, [r"rank 1\tinit\n", STOPPED_RANK]),
     "NvrxCheckpointStale": (unsaved, [r"SaveFailed .*no_space"]),
     "NvrxRecoveryOverdue": (overdue, [r"rank 1\tstep 6\tkilled", r"rank 1\tload\n"]),
