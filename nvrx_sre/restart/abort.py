@@ -31,6 +31,8 @@ from nvrx_sre.restart.sockets import GroupSockets
 
 GroupKey = tuple[int, int, tuple[int, ...], str]
 """Size, own rank, ranks (empty for the world) and name of a group."""
+ANY_RANK = -1
+"""Own rank in the key of a group whose plans are good for each of its ranks."""
 
 
 class ProcessGroups:
@@ -105,11 +107,32 @@ class ProcessGroups:
         """Drop DTensor's caches if this generation makes other groups than the ones they were filled under."""
         place = len(self._formed)
         self._formed.append(key)
+        size, rank, *named = key
+        if place == 0 and self._known[:1] == [(size, ANY_RANK, *named)]:
+            self._known = [key]
+            self._take_seats(rank)
         if place < len(self._known) and self._known[place] == key:
             return
         if self._known[:place] != self._formed[:place] or place < len(self._known):
             _clear_sharding_caches()
         self._known = list(self._formed)
+
+    def hold_for_any_rank(self) -> None:
+        """The generation that was cleared last made one group, of the whole world, and its plans depend on no rank.
+
+        Then the next may be another rank of the same world and keep them. Only plans of even shards are like that.
+        """
+        if len(self._known) == 1 and hasattr(DeviceMesh, "_compute_coordinate_on_dim"):
+            [(size, _, ranks, name)] = self._known
+            self._known = [(size, ANY_RANK, ranks, name)]
+
+    def _take_seats(self, rank: int) -> None:
+        """Meshes in kept plans become those of new tensors: they must know which part of those is this rank's."""
+        for reference in self._meshes:
+            mesh = reference()
+            if mesh is not None:
+                mesh._rank = rank
+                mesh._coordinate_on_dim = mesh._compute_coordinate_on_dim()
 
     def _release_meshes(self) -> None:
         alive = []

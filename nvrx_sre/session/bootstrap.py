@@ -24,14 +24,17 @@ from nvrx_sre.session import process
 from nvrx_sre.session.environment import watch_rank_variables
 
 
-def connect(settings: ChildSettings, channel: wire.Channel, stacks: OwnStacks) -> RankControl:
-    """Say hello and start the monitor thread."""
+def connect(settings: ChildSettings, channel: wire.Channel, stacks: OwnStacks) -> None:
+    """Say hello, make this process one that the launcher knows, and start the monitor thread.
+
+    The thread comes last: what the launcher has sent a standby by now (its node's slots) is handed on by the process.
+    """
     clock = SystemClock()
     channel.send(wire.Hello(pid=os.getpid(), start_ticks=start_ticks(os.getpid()), mono_ns=clock.monotonic_ns()))
     control = RankControl(channel, clock, settings.interrupt_signal)
     control.stacks = stacks
+    process.set_control(settings, control)
     control.install()
-    return control
 
 
 def run_user_code(arguments: list[str]) -> None:
@@ -50,7 +53,7 @@ def main(arguments: list[str], settings: ChildSettings, channel: wire.Channel, s
     survive_a_full_disk()
     faulthandler.enable()
     stacks.listen()
-    process.set_control(settings, connect(settings, channel, stacks))
+    connect(settings, channel, stacks)
     watch_rank_variables()
     try:
         run_user_code(arguments)

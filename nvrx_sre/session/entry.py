@@ -58,6 +58,7 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
     from nvrx_sre.restart.abort import ProcessGroups
     from nvrx_sre.restart.wrapper import GenerationBody, Restarter
     from nvrx_sre.session import restoring, saving  # noqa: F401  # DCP's imports belong before parking
+    from nvrx_sre.session.rehearsal import rehearse_newest
     from nvrx_sre.session.warm import warm_up
 
     read = rank_variable_read()
@@ -65,9 +66,10 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
     restarter, spare = Restarter(process.control, ProcessGroups()), Spare()
     warm_up(restarter.groups)
     try:
-        assign = _park(process, read)
+        assign = _park(process, read, lambda wanted: rehearse_newest(restarter.groups, process, wanted))
     except RestartAborted:
         return
+    spare.fetch_ahead(process.slots)
     ambient.bind(run=process.settings.run, rank=assign.rank)
 
     def body_for(go: wire.Go) -> GenerationBody:
@@ -86,8 +88,11 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
         return
 
 
-def _park(process: RankProcess, read: str) -> wire.Assign:
-    """Say that this process can become a rank, and wait until it does. `read`: rank variable the script has read."""
+def _park(process: RankProcess, read: str, rehearse: Callable[[wire.Rehearse], None]) -> wire.Assign:
+    """Say that this process can become a rank, and wait until it does; meanwhile it rehearses what it is asked to.
+
+    `read`: rank variable the script has read.
+    """
     process.control.send(
         wire.Parked(
             fit=not read,
@@ -95,6 +100,8 @@ def _park(process: RankProcess, read: str) -> wire.Assign:
             mono_ns=process.control.clock.monotonic_ns(),
         )
     )
+    while (wanted := process.control.wait_called()) is not None:
+        rehearse(wanted)
     assign, descriptor = process.control.wait_assigned()
     _become(process, assign, descriptor)
     return assign

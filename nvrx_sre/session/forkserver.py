@@ -34,6 +34,7 @@ from nvrx_sre.session.environment import enter, take_channel
 
 PRELOADED = (
     "torch._dynamo",
+    "torch._inductor.config",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -49,7 +50,8 @@ PRELOADED = (
     "nvrx_sre.session.warm",
 )
 """What children need before they are ready, and what is slow to import or is first needed inside a recovery: `debug`
-clears sharding caches, `loading` follows tracked loaders, an optimizer's first step imports Dynamo."""
+clears sharding caches, `loading` follows tracked loaders, an optimizer's first step imports Dynamo, and
+`torch.use_deterministic_algorithms` inductor's configuration."""
 PID_BYTES = 8
 
 

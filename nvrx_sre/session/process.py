@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
-from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import InternalError, StorageError, UserError
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.session.slots_ahead import SlotsAhead
+
+T = TypeVar("T")
 
 
 class HotSchedule:
@@ -59,6 +63,10 @@ class RankProcess:
         control.on_map = self._ahead.map
         control.on_dropped = self._ahead.drop
         control.on_interval = lambda message: self.hot_schedule.change(message.every, message.from_step)
+
+    def newest_ahead(self, read: Callable[[SlotFile, int, SlotHeader], T]) -> tuple[int, T] | None:
+        """Of a standby: `SlotsAhead.newest`."""
+        return self._ahead.newest(read)
 
     def take_slots(self, assign: wire.Assign, descriptor: int | None) -> None:
         """Map the slots that come with a rank; without a descriptor it has none, and a mapping of before is dropped."""

@@ -5,17 +5,22 @@
 Model: the launcher sends the descriptor of each rank's slots as they come to be; those of the rank that the standby
 becomes come once more with the assignment, and are mapped then if they are others than were mapped ahead. A mapping
 that fails is none: the one at the assignment says why.
-Thread safety: `map` and `drop` are the monitor thread's, `take` the main thread's once the launcher has assigned a
-rank, after which it sends no more of them. Must not: read or write a slot.
+Thread safety: `map` and `drop` are the monitor thread's; `newest` is the main thread's, and so is `take` once the
+launcher has assigned a rank, after which it sends no more of them. Must not: write a slot.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
 
-from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import StorageError, UserError
 from nvrx_sre.events import channel as wire
+
+T = TypeVar("T")
 
 
 class SlotsAhead:
@@ -23,19 +28,37 @@ class SlotsAhead:
 
     def __init__(self) -> None:
         self._by_rank: dict[int, SlotFile] = {}
+        self._lock = threading.Lock()
 
     def map(self, message: wire.MapSlots, descriptor: int) -> None:
         """Map the slots of a rank in place of those it had before. Blocks for the page tables: 0.1 s a gigabyte."""
-        self._close(message.rank)
-        try:
-            self._by_rank[message.rank] = SlotFile.map(descriptor, message.data_bytes, message.blob_bytes)
-        except (UserError, StorageError):
-            os.close(descriptor)
+        with self._lock:
+            self._close(message.rank)
+            try:
+                self._by_rank[message.rank] = SlotFile.map(descriptor, message.data_bytes, message.blob_bytes)
+            except (UserError, StorageError):
+                os.close(descriptor)
 
     def drop(self) -> None:
         """The node's slots are lost or of another world: their memory is free once nobody maps it."""
-        for rank in list(self._by_rank):
-            self._close(rank)
+        with self._lock:
+            for rank in list(self._by_rank):
+                self._close(rank)
+
+    def newest(self, read: Callable[[SlotFile, int, SlotHeader], T]) -> tuple[int, T] | None:
+        """(rank, what `read` makes of its newest sealed slot) of the first rank where there is one.
+
+        Its owner may overwrite a slot meanwhile: `read` raises `ValueError` for what makes no sense.
+        """
+        with self._lock:
+            for rank, slots in sorted(self._by_rank.items()):
+                sealed = [(slot, header) for slot, header in enumerate(slots.headers()) if header is not None]
+                for slot, header in sorted(sealed, key=lambda item: item[1].step, reverse=True):
+                    try:
+                        return rank, read(slots, slot, header)
+                    except ValueError:
+                        continue
+        return None
 
     def take(self, rank: int, descriptor: int, data_bytes: int, blob_bytes: int) -> SlotFile:
         """The slots behind `descriptor`, which is taken over, as this process's own; nothing is mapped ahead any more.

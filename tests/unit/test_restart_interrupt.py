@@ -164,3 +164,25 @@ def test_an_interrupt_while_waiting_for_go_moves_on(rank: tuple[RankControl, wir
     ready = receive(launcher, wire.Ready)
     assert go.generation == 8
     assert isinstance(ready, wire.Ready) and ready.generation == 8
+
+
+def test_a_standby_rehearses_until_it_is_a_rank(rank: tuple[RankControl, wire.Channel]) -> None:
+    """Each request is heard once; a rank that was given away is never made to wait for one."""
+    control, launcher = rank
+    launcher.send(wire.Rehearse(world_size=4))
+    assert control.wait_called() == wire.Rehearse(world_size=4)
+    assign = wire.Assign(
+        rank=1,
+        local_rank=1,
+        world_size=2,
+        generation=3,
+        slot_data_bytes=0,
+        slot_blob_bytes=0,
+        local_world_size=2,
+        node_rank=0,
+    )
+    launcher.send(assign)
+    assert control.wait_called() is None
+    launcher.send(wire.Rehearse(world_size=2))
+    assert control.wait_called() is None
+    assert control.wait_assigned() == (assign, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import nvrx_sre
-from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Phase
@@ -186,6 +186,45 @@ def test_a_standby_becomes_a_rank_with_the_slots_that_it_has_mapped_ahead() -> N
     assert len(memory_of("nvrx-b")) == 1, "sizes that are not theirs map nothing, and what is dropped is free"
     for slots in (mine, other, newer, taken, anew):
         slots.close()
+
+
+def test_the_newest_state_that_can_be_read_is_found_among_slots_mapped_ahead() -> None:
+    """Newest first, and of the lowest rank that has one; what is being overwritten makes no sense and is passed by."""
+    empty, full = (SlotFile.create(4096, 4096, num_slots=3) for _ in range(2))
+    for slot, step in ((0, 4), (1, 6), (2, 5)):
+        full.begin(slot, 1, step, durable=False)
+        full.seal(slot, header(step))
+    ahead = SlotsAhead()
+    for rank, slots in ((3, empty), (5, full)):
+        ahead.map(wire.MapSlots(rank=rank, data_bytes=4096, blob_bytes=4096), os.dup(slots.fd))
+    seen: list[int] = []
+
+    def read(_: SlotFile, slot: int, found: SlotHeader) -> int:
+        seen.append(found.step)
+        if found.step == 6:
+            raise ValueError("torn")
+        return slot
+
+    assert ahead.newest(read) == (5, 2)
+    assert seen == [6, 5]
+    ahead.drop()
+    assert ahead.newest(read) is None
+    for slots in (empty, full):
+        slots.close()
+
+
+def header(step: int) -> SlotHeader:
+    """Of a sealed slot."""
+    return SlotHeader(
+        generation=1,
+        step=step,
+        durable=False,
+        sealed_mono_ns=1,
+        data_bytes=64,
+        blob_bytes=64,
+        layout_hash="0" * 64,
+        digest=bytes(16),
+    )
 
 
 def test_the_usual_step_is_not_one_that_was_held() -> None:
