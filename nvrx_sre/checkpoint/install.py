@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from nvrx_sre.checkpoint import encoding, rng
 from nvrx_sre.checkpoint import tracked as tracking
@@ -194,10 +195,20 @@ def _optimizer_targets(
 def _empty_state(parameter: torch.Tensor, group: dict[str, Any], stored: StoredTensor) -> torch.Tensor:
     """What the optimizer would have made: sharded like the parameter, or plain where the shape is its own."""
     if stored.shape == tuple(parameter.shape) and parameter.dim() > 0:
-        return torch.empty_like(parameter, dtype=_dtype(stored), memory_format=torch.preserve_format).detach()
+        return _empty_like(parameter, _dtype(stored))
     # torch keeps scalar state on the CPU unless the implementation reads it on the device.
     on_device = bool(stored.shape) or group.get("capturable") or group.get("fused")
     return torch.empty(stored.shape, dtype=_dtype(stored), device=parameter.device if on_device else "cpu")
+
+
+def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """New tensor of the parameter's form. A DTensor is put together: `empty_like` asks the sharding rules, 6 ms."""
+    if not isinstance(parameter, DTensor):
+        return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
+    local = torch.empty_like(parameter.to_local(), dtype=dtype, memory_format=torch.preserve_format)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _install_optimizer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,54 @@ def test_a_restore_fills_the_memory_of_the_generation_before() -> None:
         assert {moment.data_ptr() for moment in restored} == before
         assert all(torch.equal(*pair) for pair in zip(restored, expected, strict=True))
         del restored
+    slots.close()
+
+
+def test_a_new_process_has_the_memory_before_it_restores() -> None:
+    """Fetched from what the newest slot says of optimizer state; the restore fills it without one page to wait for."""
+    torch.manual_seed(0)
+    model = nn.Linear(2048, 2048)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    capturer = Capturer({"model": model, "optimizer": optimizer})
+    capturer.refresh()
+    slots = SlotFile.create(*capturer.required_bytes(), name="nvrx-test")
+    capturer.capture(slots, 0, generation=1, step=1, durable=False, now_mono_ns=1)
+    expected = [moment.clone() for moment in moments(model, optimizer)]
+    other, spare = nn.Linear(2048, 2048), Spare()
+    restored = torch.optim.AdamW(other.parameters())
+    tracked = {"model": other, "optimizer": restored}
+    spare.fetch_ahead(slots)
+    spare.settle()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    candidate = HotCandidate(slots, 0, 1, capturer.layout_hash, tracked, spare)
+    candidate.check()
+    candidate.load()
+    num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    spare.release()
+    assert all(torch.equal(*pair) for pair in zip(moments(other, restored), expected, strict=True))
+    assert num_faults < sum(moment.nbytes for moment in expected) / mmap.PAGESIZE / 10
+    slots.close()
+
+
+@pytest.mark.parametrize("what", ["nothing sealed", "no slots", "another text"])
+def test_memory_is_only_fetched_for_what_a_slot_says(what: str) -> None:
+    """Without a state, or with one that cannot be read, the restore gets its memory itself."""
+    model, optimizer = generation()
+    capturer = Capturer({"model": model, "optimizer": optimizer})
+    capturer.refresh()
+    slots = SlotFile.create(*capturer.required_bytes(), name="nvrx-test")
+    if what == "another text":
+        capturer.capture(slots, 0, generation=1, step=1, durable=False, now_mono_ns=1)
+        slots.blob(0)[:9] = b'{"layout{'
+    spare = Spare()
+    spare.fetch_ahead(None if what == "no slots" else slots)
+    tensor = torch.empty(WIDTH, WIDTH)
+    own = tensor.data_ptr()
+    spare.provide(tensor)
+    assert tensor.data_ptr() == own
     slots.close()
 
 
