@@ -43,6 +43,7 @@ PRELOADED = (
     "nvrx_sre.checkpoint.writer",
     "nvrx_sre.restart.wrapper",
     "nvrx_sre.session.bootstrap",
+    "nvrx_sre.session.injecting",
     "nvrx_sre.session.loading",
     "nvrx_sre.session.rehearsal",
     "nvrx_sre.session.restoring",
