@@ -161,8 +161,9 @@ def stuck(site: Site) -> None:
     """The launcher answers, but its loop does not turn."""
     run = training(site, "stuck")
     run.fold.loop_turned(CLOCK.wall_ns() - 60 * NS_PER_S)
+    run.is_turning = False
     site.wait_for_page("stuck", "NvrxLauncherStuck")
-    run.tell()
+    run.is_turning = True
     site.wait_for_page("stuck", "NvrxLauncherStuck", "resolved")
     leave(site, run)
 

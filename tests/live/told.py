@@ -9,15 +9,15 @@ from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.policy.history import History
 from nvrx_sre.policy.ladder import PolicyFault, decide
+from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.endpoint import EndpointSecurity, MetricsServer
-from nvrx_sre.telemetry.metrics import MetricsFold
+from nvrx_sre.telemetry.metrics import MetricsFold, MetricSources
+from nvrx_sre.telemetry.values import Values
 from tests import stories
 
 CLOCK = SystemClock()
 STORY_S = 60.0
 """Room before now for what the stories tell."""
-TURNING_NS = 25 * NS_PER_S
-"""A loop whose last turn lies in the future does not stand still for a while; beyond 30 s the clock would be wrong."""
 
 
 class PolicyStory(stories.Story):
@@ -56,16 +56,21 @@ class LiveRun:
         self.run = run
         self.story = story or PolicyStory()
         self.ledger, self.tracker = Ledger(), IncidentTracker(run)
-        self.fold = MetricsFold(run, self.ledger, self.tracker, CLOCK)
+        self.fold = MetricsFold(run, self.ledger, self.tracker, CLOCK, sources=MetricSources(fill=self._fill))
         self.server = MetricsServer(self.fold.registry, "127.0.0.1", port, lambda: True, lambda: True, security)
         self.server.start()
         self.num_told = 0
         self.at_s = 0.0
         """When the story goes on, in its seconds."""
+        self.is_turning = True
+        """Whether the launcher's loop turns; else it stands since `fold.loop_turned`."""
+
+    def _fill(self, values: Values) -> None:
+        if self.is_turning:
+            values.set(catalog.LAUNCHER_LOOP, CLOCK.wall_ns() / NS_PER_S)
 
     def tell(self) -> None:
-        """Fold what the story has gained since, and let the launcher's loop turn."""
-        self.fold.loop_turned(CLOCK.wall_ns() + TURNING_NS)
+        """Fold what the story has gained since."""
         for record in self.story.records[self.num_told :]:
             self.ledger.apply(record)
             self.tracker.apply(record)
