@@ -44,6 +44,8 @@ OF_PLANNED: dict[FaultKind, FaultClass] = {
     FaultKind.SIGSTOP: FaultClass.HANG,
     FaultKind.HANG_NATIVE: FaultClass.HANG,
     FaultKind.HANG_GIL: FaultClass.HANG,
+    FaultKind.CUDA_ILLEGAL_ACCESS: FaultClass.CUDA_ERROR,
+    FaultKind.CUDA_ASSERT: FaultClass.CUDA_ERROR,
     FaultKind.CORRUPT_CHECKPOINT: FaultClass.CHECKPOINT_CORRUPT,
     FaultKind.SIGTERM: FaultClass.PREEMPTION,
     FaultKind.NODE_KILL: FaultClass.NODE_LOST,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
+from nvrx_sre.cli.devices import num_nvidia_devices
 from nvrx_sre.cli.final_tables import print_summary
 from nvrx_sre.cli.follow import RankOutput
 from nvrx_sre.cli.report import TerminalReporter, make_console
@@ -26,7 +27,7 @@ Sink = Callable[[Record], None]
 
 def check_fault_specs(specs: Sequence[str], world_size: int, num_steps: int | None = None) -> None:
     """Raise `UserError` for a fault that cannot be parsed or can never fire."""
-    FaultPlan.parse(specs).check(world_size, num_steps)
+    FaultPlan.parse(specs).check(world_size, num_steps, has_device=num_nvidia_devices() > 0)
 
 
 def run_and_report(

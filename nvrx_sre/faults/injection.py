@@ -10,7 +10,8 @@ What each kind is good for:
 - `oom_kill` cannot make the kernel's killer strike without endangering the machine: it makes this process the
   killer's first choice (oom_score_adj) and dies by the same signal. The announcement that goes out before
   tells the launcher that this SIGKILL stands for the killer's.
-- `cuda_error` raises what a sticky device error raises; the device is left alone.
+- `cuda_error` raises what a sticky device error raises; the device is left alone. `cuda_oom`, `cuda_illegal_access`
+  and `cuda_assert` are the real thing: `faults.device`.
 Faults of storage strike the writer: `faults.storage`.
 
 Must not: import session or restart; run in a process without a plan.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from nvrx_sre.core.errors import InternalError
+from nvrx_sre.faults import device
 from nvrx_sre.faults.plan import FaultKind, FaultSpec
 
 NOMINAL_STEP_S = 0.1
@@ -71,7 +73,7 @@ class StepTimed(Protocol):
 
 
 def fire(spec: FaultSpec, actions: InjectionActions) -> None:
-    """Make `spec` happen. Returns, raises `InjectedError` or `AcceleratorError`, or never comes back."""
+    """Make `spec` happen. Returns, raises `InjectedError` or an error of the device, or never comes back."""
     _KINDS[spec.kind](spec, actions)
 
 
@@ -134,8 +136,8 @@ def _hang_in_collective(actions: InjectionActions) -> None:
 
     world_size = dist.get_world_size()
     if world_size > 1:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        dist.recv(torch.zeros(1, device=device), src=(actions.rank + 1) % world_size)
+        place = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        dist.recv(torch.zeros(1, device=place), src=(actions.rank + 1) % world_size)
 
 
 def _hang_native(spec: FaultSpec, actions: InjectionActions) -> None:
@@ -205,6 +207,9 @@ _KINDS: dict[FaultKind, Callable[[FaultSpec, InjectionActions], None]] = {
     FaultKind.HANG_GIL: _hang_gil,
     FaultKind.OOM_KILL: _oom_kill,
     FaultKind.CUDA_ERROR: _raise_cuda_error,
+    FaultKind.CUDA_OOM: lambda spec, actions: device.out_of_memory(),
+    FaultKind.CUDA_ILLEGAL_ACCESS: lambda spec, actions: device.illegal_access(),
+    FaultKind.CUDA_ASSERT: lambda spec, actions: device.failed_assertion(),
     FaultKind.NONFINITE: _poison,
     FaultKind.CORRUPT_CHECKPOINT: _corrupt_checkpoint,
     FaultKind.SLOW: _slow,

@@ -8,6 +8,8 @@ fires once does so for the whole run, whatever was restarted since. Without a ph
 commit of the step. Phases that not every step has (`RARE_PHASES`: forming a generation, saving, evaluating)
 fire at the first occasion at or after the step.
 
+Faults of a device (`DEVICE_KINDS`) are real ones, and need one.
+
 `hang` in phase `collective` names the way it hangs rather than a place: a native collective that no peer answers.
 
 Faults of storage (`STORAGE_KINDS`) strike no rank but the writer, at a stage of the first durable save at or after
@@ -45,6 +47,9 @@ class FaultKind(StrEnum):
     HANG_GIL = "hang_gil"
     OOM_KILL = "oom_kill"
     CUDA_ERROR = "cuda_error"
+    CUDA_OOM = "cuda_oom"
+    CUDA_ILLEGAL_ACCESS = "cuda_illegal_access"
+    CUDA_ASSERT = "cuda_assert"
     NONFINITE = "nonfinite"
     CORRUPT_CHECKPOINT = "corrupt_checkpoint"
     SLOW = "slow"
@@ -79,6 +84,9 @@ STORAGE_KINDS = frozenset(
     }
 )
 """Kinds that strike the writer. `slow_storage` without a stage slows every file of every save from its step on."""
+
+DEVICE_KINDS = frozenset({FaultKind.CUDA_OOM, FaultKind.CUDA_ILLEGAL_ACCESS, FaultKind.CUDA_ASSERT})
+"""Kinds that need an NVIDIA device on the rank's node."""
 
 _NOT_A_STEP_POINT = frozenset({"data", *RARE_PHASES})
 _UNITS = {FaultKind.SLOW: "x", FaultKind.SLOW_STORAGE: "s"}
@@ -208,9 +216,17 @@ class FaultPlan:
         """Plan of fault texts. Raises `UserError` at the first that does not fit."""
         return cls(FaultSpec.parse(text) for text in texts)
 
-    def check(self, world_size: int, steps: int | None = None) -> None:
-        """Raise `UserError` for a fault that can never fire in `world_size` ranks and `steps` steps."""
+    def check(self, world_size: int, steps: int | None = None, *, has_device: bool = True) -> None:
+        """Raise `UserError` for a fault that can never fire in `world_size` ranks and `steps` steps.
+
+        `has_device`: the ranks have an NVIDIA device each.
+        """
         for spec in self.specs:
+            if spec.kind in DEVICE_KINDS and not has_device:
+                raise UserError(
+                    f"fault {spec}: this machine has no NVIDIA device that it could strike; "
+                    f"{FaultKind.CUDA_ERROR} raises what a failed device raises, on any machine"
+                )
             if spec.rank >= world_size:
                 raise UserError(f"fault {spec}: there is no rank {spec.rank}, the ranks are 0 to {world_size - 1}")
             if steps is not None and spec.step > steps:

@@ -1,8 +1,9 @@
 """What an exception of the training function says about the fault.
 
-This is the only place that reads the text of a torch error: gloo raises plain `RuntimeError`s, so peers'
-deaths can be told from the user's own errors only by wording. The result is a closed class; policy never
-sees the text. Works on type names, so it needs no import of torch.
+This and `restart.device_errors` are the only places that read the text of a torch error: gloo raises plain
+`RuntimeError`s, so peers' deaths can be told from the user's own errors only by wording, and NCCL one type for all that
+can happen to it. The result is a closed class; policy never sees the text. Works on type names, so it needs no import
+of torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import TracebackType
 
 from nvrx_sre.core.errors import CheckpointError, StorageError, UserError
 from nvrx_sre.events.schema import FaultClass
+from nvrx_sre.restart.device_errors import DeviceError, device_error
 
 MAX_MESSAGE_CHARS = 500
 MAX_STACK_CHARS = 12_000
@@ -32,7 +34,15 @@ _COMMUNICATION_TEXTS = (
     "ncclSystemError",
     "NCCL communicator was aborted",
 )
-_CUDA_ERROR_TYPES = frozenset({"AcceleratorError", "CudaError"})
+_MISUSE_TEXTS = ("ncclInvalidUsage", "ncclInvalidArgument")
+"""NCCL's own words for what the program asks of it, e.g. two ranks on one device: no peer's fault, and it stays."""
+_OF_DEVICE_ERRORS = {
+    DeviceError.OUT_OF_MEMORY: FaultClass.CUDA_OOM,
+    DeviceError.REFUSED: FaultClass.EXCEPTION,
+    DeviceError.LOST: FaultClass.CUDA_ERROR,
+}
+_LAST_ERROR = "Last error:\n"
+"""Behind it NCCL says what has happened; the line before the first says only where."""
 _SHARED_MEMORY_TEXTS = ("insufficient shared memory", "unable to allocate shared memory")
 
 
@@ -59,16 +69,20 @@ def describe(error: BaseException) -> Description:
         communication=communication,
         exception_type=name if module in ("builtins", "nvrx_sre.core.errors") else f"{module}.{name}",
         frame=user_frame(error.__traceback__),
-        message=text.strip().split("\n", 1)[0][:MAX_MESSAGE_CHARS],
+        message=_message(text)[:MAX_MESSAGE_CHARS],
         stack="".join(traceback.format_exception(error))[-MAX_STACK_CHARS:],
     )
 
 
 def is_communication_error(error: BaseException, text: str) -> bool:
-    """True if a peer's fault may look like this from here."""
+    """True if a peer's fault may look like this from here.
+
+    Not where NCCL reports that this process's own device has failed, or that it was misused.
+    """
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & _COMMUNICATION_TYPES:
-        return True
+        is_own = device_error(error, text) is not None or any(item in text for item in _MISUSE_TEXTS)
+        return not is_own
     return isinstance(error, RuntimeError) and any(item in text for item in _COMMUNICATION_TEXTS)
 
 
@@ -83,13 +97,20 @@ def classify(error: BaseException, text: str) -> FaultClass:
         return FaultClass.STORAGE
     if "NonFiniteLoss" in names:
         return FaultClass.NONFINITE
-    if "OutOfMemoryError" in names:
-        return FaultClass.CUDA_OOM
-    if names & _CUDA_ERROR_TYPES or (isinstance(error, RuntimeError) and text.startswith("CUDA error")):
-        return FaultClass.CUDA_ERROR
+    of_device = device_error(error, text)
+    if of_device is not None:
+        return _OF_DEVICE_ERRORS[of_device]
     if isinstance(error, RuntimeError) and any(item in text for item in _SHARED_MEMORY_TEXTS):
         return FaultClass.SHM_EXHAUSTED
     return FaultClass.EXCEPTION
+
+
+def _message(text: str) -> str:
+    """First line, and what NCCL says last, which is the cause."""
+    first, _, rest = text.strip().partition("\n")
+    _, mark, last = rest.partition(_LAST_ERROR)
+    cause = last.strip().split("\n", 1)[0] if mark else ""
+    return f"{first}: {cause}" if cause else first
 
 
 def _is_storage(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from nvrx_sre.core.errors import Interrupted
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Phase
+from nvrx_sre.events.schema import FaultClass, Phase
 from nvrx_sre.restart import abort, compiled, flight_recorder, health, torch_errors
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.restart.leftovers import Leftovers
@@ -77,8 +77,9 @@ class Restarter:
             self.control.wait_interrupted(go.generation)
             self.control.send(wire.Acked(generation=go.generation, mono_ns=self.control.clock.monotonic_ns()))
             body.discard()
+            was_out_of_memory = outcome.fault is not None and outcome.fault.fault is FaultClass.CUDA_OOM
             del body, outcome
-            reason = self._tear_down()
+            reason = self._tear_down(empties_cache=was_out_of_memory)
             next_generation = self.control.interrupted + 1
             self.control.report_ready(next_generation, fit=not reason, reason=reason)
 
@@ -139,7 +140,7 @@ class Restarter:
         if trace:
             self.control.stacks.traced(trace)
 
-    def _tear_down(self) -> str:
+    def _tear_down(self, *, empties_cache: bool) -> str:
         """Leave the old generation for good; '' or why this process is unfit for another."""
         self.control.enter(Phase.TEARDOWN, tell=False)
         self.groups.abort()
@@ -148,4 +149,4 @@ class Restarter:
         reason = self.leftovers.end()
         abort.reset_interpreter_state()
         stuck = self.groups.let_go()
-        return reason or stuck or health.process_fitness()
+        return reason or stuck or health.process_fitness(empties_cache=empties_cache)

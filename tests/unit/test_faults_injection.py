@@ -17,7 +17,7 @@ import pytest
 from nvrx_sre.core.errors import InternalError
 from nvrx_sre.events.schema import FaultClass
 from nvrx_sre.faults import injection, storage
-from nvrx_sre.faults.plan import FaultKind, FaultSpec
+from nvrx_sre.faults.plan import DEVICE_KINDS, FaultKind, FaultSpec
 from nvrx_sre.restart.torch_errors import describe
 
 
@@ -107,6 +107,14 @@ def test_cuda_error_is_classified_as_one() -> None:
     description = describe(raised.value)
     assert description.fault is FaultClass.CUDA_ERROR
     assert not description.communication
+
+
+@pytest.mark.parametrize("kind", sorted(DEVICE_KINDS))
+def test_a_fault_of_a_device_needs_one(kind: FaultKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a device says so, rather than go on as if it had been struck."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InternalError, match="in a process that has none"):
+        fire(f"{kind}@0:4", Actions())
 
 
 @pytest.mark.processes

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nvrx_sre.core.errors import ExitCode, UserError
 from nvrx_sre.faults.plan import (
     DEFAULT_PARAMETERS,
+    DEVICE_KINDS,
     EVERY_PASS,
     RARE_PHASES,
     SAVE_STAGES,
@@ -104,6 +105,15 @@ def test_check_refuses_what_can_never_fire() -> None:
         FaultPlan.parse(["exception@2:4"]).check(2)
     with pytest.raises(UserError, match=r"there is no step 301, the run has 300"):
         FaultPlan.parse(["exception@1:301"]).check(2, 300)
+
+
+def test_faults_of_a_device_are_refused_where_there_is_none() -> None:
+    """One line that names the fault, the lack and the way out; with a device they are accepted."""
+    for kind in DEVICE_KINDS:
+        FaultPlan.parse([f"{kind}@1:4"]).check(2, has_device=True)
+        with pytest.raises(UserError, match=f"fault {kind}@1:4: this machine has no NVIDIA device .* cuda_error"):
+            FaultPlan.parse([f"{kind}@1:4"]).check(2, has_device=False)
+    FaultPlan.parse(["cuda_error@1:4"]).check(2, has_device=False)
 
 
 def test_a_fault_stands_once_in_a_plan() -> None:
