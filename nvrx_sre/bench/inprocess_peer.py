@@ -25,7 +25,7 @@ from nvidia_resiliency_ext.inprocess import CallWrapper, Wrapper
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from nvrx_sre.bench.peer_training import PeerOptions, PeerRank
+from nvrx_sre.bench.peer_training import PeerOptions, PeerRank, backend_of, own_device
 from nvrx_sre.core import threads
 
 
@@ -44,16 +44,16 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--store-port", type=int, required=True)
     parser.add_argument("--interval", type=float)
     own = parser.parse_args(rest)
-    os.environ.pop("LOCAL_RANK", None)
+    device = own_device(int(os.environ.pop("LOCAL_RANK")))
     agent_store, _, _ = next(rendezvous("env://"))
-    trainee = PeerRank(options, spares_survivors=True)
+    trainee = PeerRank(options, device, spares_survivors=True)
     timeout = timedelta(seconds=options.group_timeout_s)
 
     def train(call: Optional[CallWrapper] = None) -> None:  # noqa: UP045  # the spelling that the wrapper looks for
         assert call is not None
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = PrefixStore(f"call-{call.iteration}", agent_store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
         trainee.train(rank, world_size, lambda: None)
         dist.destroy_process_group()
 

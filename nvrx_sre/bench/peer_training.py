@@ -93,23 +93,39 @@ class Stamps:
         os.write(self._descriptor, line.encode() + b"\n")
 
 
+def own_device(local_rank: int) -> torch.device:
+    """The device of a rank, which it uses from now on: a GPU where there are any."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def backend_of(device: torch.device) -> str:
+    """What ranks on such devices meet over."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
 class PeerTraining:
     """Model, optimizer and data of one rank, and its periodic save. Needs a process group."""
 
-    def __init__(self, config: TrainerConfig, corpus: Corpus, out: Path, place: tuple[int, int]) -> None:
+    def __init__(
+        self, config: TrainerConfig, corpus: Corpus, out: Path, place: tuple[int, int], device: torch.device
+    ) -> None:
         """`place`: rank and world size."""
         self._out = out
+        self._device = device
         self._rank, world_size = place
         self._order = DataOrder(config, corpus, rank=self._rank, world_size=world_size)
-        self.model = build_model(config.shape, torch.device("cpu"))
+        self.model = build_model(config.shape, device)
         initialize(self.model, config.shape, config.seed)
         self.optimizer = build_optimizer(self.model, config.peak_learning_rate)
 
     def run_step(self, step: int) -> None:
         """One optimizer step."""
-        tokens = torch.from_numpy(self._order.batch(step, 0).tokens)
+        tokens = torch.from_numpy(self._order.batch(step, 0).tokens).to(self._device)
         logits: Tensor = self.model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -145,10 +161,11 @@ class PeerTraining:
 class PeerRank:
     """One rank of a peer: everything that outlives a restart inside a process."""
 
-    def __init__(self, options: PeerOptions, *, spares_survivors: bool = False) -> None:
+    def __init__(self, options: PeerOptions, device: torch.device, *, spares_survivors: bool = False) -> None:
         """`spares_survivors`: ranks that are not the fault wait for it in Python rather than in a collective."""
         torch.set_num_threads(1)
         self._options = options
+        self._device = device
         self._spares_survivors = spares_survivors and options.case != COLLECTIVE
         self._num_calls = 0
         self._config = TrainerConfig()
@@ -164,7 +181,7 @@ class PeerRank:
         if self._stamps is None:
             self._stamps = Stamps(options.out / f"rank-{rank}.jsonl")
         stamps = self._stamps
-        training = PeerTraining(self._config, self._corpus, options.out, (rank, world_size))
+        training = PeerTraining(self._config, self._corpus, options.out, (rank, world_size), self._device)
         done = training.restore()
         stamps.add("restored", done)
         pending = options.faults_of(rank, world_size)[stamps.num_faults :]

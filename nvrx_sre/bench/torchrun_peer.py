@@ -14,28 +14,30 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from nvrx_sre.bench.peer_training import PeerOptions, PeerRank
+from nvrx_sre.bench.peer_training import PeerOptions, PeerRank, backend_of, own_device
 from nvrx_sre.core import threads
 
 
-def form_group(group_timeout_s: float) -> tuple[int, int]:
-    """Form the gloo group of this restart; (rank, world size)."""
+def form_group(device: torch.device, group_timeout_s: float) -> tuple[int, int]:
+    """Form the group of this restart; (rank, world size)."""
     store, rank, world_size = next(rendezvous("env://"))
-    prefix = f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    of_restart = PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     timeout = timedelta(seconds=group_timeout_s)
-    dist.init_process_group("gloo", store=PrefixStore(prefix, store), rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend_of(device), store=of_restart, rank=rank, world_size=world_size, timeout=timeout)
     return rank, world_size
 
 
 def main(argv: Sequence[str]) -> None:
     """Train to the end, or to the next planned fault."""
     options, rest = PeerOptions.from_argv(argv)
-    place = form_group(options.group_timeout_s)
-    trainee = PeerRank(options)
+    device = own_device(int(os.environ["LOCAL_RANK"]))
+    place = form_group(device, options.group_timeout_s)
+    trainee = PeerRank(options, device)
     if "--heartbeat" in rest:
         from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
 

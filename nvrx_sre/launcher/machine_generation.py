@@ -44,6 +44,7 @@ class Generation:
         self._progress = progress
         self._number = 0
         self._formed: set[int] = set()
+        self._in_loop: set[int] = set()
         self._is_formed = False
         self._restored: dict[int, Restored] = {}
         self._is_restored = False
@@ -60,7 +61,8 @@ class Generation:
         """A rank entered a phase."""
         self._renew()
         phase = self._progress.on_entered(child, message, now_ns)
-        if phase is Phase.FIRST_STEP:
+        if phase is Phase.FIRST_STEP and child.number not in self._in_loop:
+            self._in_loop.add(child.number)  # it comes back to its first step from fetching data for it
             self._commits.enter_loop(message.mono_ns)
         if phase is not None and phase not in _BEFORE_FORMED:
             self._note_formed(child)
@@ -147,6 +149,7 @@ class Generation:
             return
         self._number = self._job.generation
         self._formed, self._restored, self._finished = set(), {}, set()
+        self._in_loop = set()
         self._rejected = set()
         self._is_formed = self._is_restored = False
         self.result = {}

@@ -61,6 +61,8 @@ class Context:
         self._go = go
         self._tracked: dict[str, Any] = {}
         self._times: StepTimes | None = None
+        self._loop_phase = Phase.FIRST_STEP
+        """What of the step loop runs outside of other phases: the first step has a deadline of its own."""
         self._saver: HotSaver | RankSaver | None = None
         self._tokens = 0
         self._arrived_ns = 0
@@ -194,6 +196,7 @@ class Context:
         self._time_step()
         self._control.step = step
         self._control.progress += 1
+        self._loop_phase = Phase.STEP
         self._control.enter(Phase.STEP, tell=False)
         waits = captured.durable and self._process.settings.waits_for_writer
         until = self._control.wait_turn if waits else captured.save
@@ -251,7 +254,7 @@ class Context:
             yield
         finally:
             self._times.switch(Phase.STEP)
-            self._control.enter(Phase.STEP, tell=False)
+            self._control.enter(self._loop_phase, tell=False)
 
     def mark(self, point: str) -> None:
         """A named point inside a step: evidence of progress, and where planned faults fire.

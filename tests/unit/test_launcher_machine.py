@@ -95,6 +95,19 @@ def test_steps_are_recorded_as_one_aggregate_a_second() -> None:
     assert event.loss == 1.0 / 5
 
 
+def test_the_first_step_begins_once() -> None:
+    """A rank comes back to it from fetching its data: that is part of the step, which began before."""
+    driven = begun()
+    began_ns = driven.now_ns
+    driven.wait(2.0)
+    driven.enter(0, Phase.FIRST_STEP)
+    driven.wait(1.0)
+    driven.step(1)
+    driven.wait(1.0)
+    (event,) = driven.events(schema.StepsCommitted)
+    assert event.started_ns == driven.clock.to_wall_ns(began_ns)
+
+
 def test_reports_of_an_older_generation_are_ignored() -> None:
     """Fencing: what a generation says after it was left counts for nothing."""
     driven = begun()
