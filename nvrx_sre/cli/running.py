@@ -39,9 +39,11 @@ def run_and_report(
     """
     # Imported here so that `--help` of the commands stays light.
     from nvrx_sre.launcher import main as launcher
+    from nvrx_sre.launcher.nccl_variables import contrary_values
+    from nvrx_sre.launcher.node import parent_environment
 
     console = make_console()
-    for notice in notices:
+    for notice in (*notices, *contrary_values(parent_environment())):
         console.print(notice)
     if config.nodes is not None and config.nodes.node_rank > 0:
         return _follow(config, config.nodes)

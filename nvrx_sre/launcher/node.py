@@ -23,6 +23,7 @@ from nvrx_sre.launcher import process
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.forkserver import ForkServer, Request, ServerConfig
 from nvrx_sre.launcher.hot import HotSlots
+from nvrx_sre.launcher.nccl_variables import unset_variables
 from nvrx_sre.launcher.orphans import Orphans
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.stacks import StackKeeper
@@ -39,10 +40,6 @@ FOREIGN_VARIABLES = frozenset(
     }
 )
 """What another launcher, or a tracer around this one, meant for this process and not for its children."""
-RECORDER_VARIABLES = frozenset({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"})
-"""Size of torch's flight recorder: its name, and the one it had before."""
-RECORDED_COLLECTIVES = "128"
-"""Where nobody has chosen: reading torch's own 2,000 takes 21 ms out of the recovery from a hang, 128 take 1 ms."""
 GROUP_TIMEOUT_S = 600.0
 """The group's own timeout; recovery does not wait for it, it only bounds a run without a launcher."""
 
@@ -413,9 +410,7 @@ def child_environment(nproc: int) -> dict[str, str]:
     if nproc > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun does the same: ranks share the cores
     environment.setdefault(INTERFACE_VARIABLE, "lo")
-    if not RECORDER_VARIABLES & environment.keys():
-        environment["TORCH_FR_BUFFER_SIZE"] = RECORDED_COLLECTIVES
-    return environment
+    return environment | unset_variables(environment)
 
 
 def chosen_interface(found: str) -> str:
