@@ -342,7 +342,9 @@ def open_blob(slot_file: SlotFile, slot: int, header: SlotHeader) -> tuple[Layou
     parsed = from_json(blob["layout"])
     if parsed.data_bytes > header.data_bytes:
         raise ValueError("its layout does not fit its data")
-    state: dict[str, Any] = blob["state"]
+    state = blob.get("state")
+    if not isinstance(state, dict):
+        raise ValueError("it holds no small state")
     return parsed, state
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from nvrx_sre.checkpoint import encoding
 from nvrx_sre.checkpoint import tracked as tracking
 from nvrx_sre.checkpoint.dcp_metadata import StoredTensor
+from nvrx_sre.checkpoint.tracked import Source
 
 
 class Mismatch(Exception):
@@ -21,18 +22,13 @@ class Mismatch(Exception):
 def check_fit(tracked: Mapping[str, object], stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> None:
     """Raise `Mismatch` unless a load of `stored` and `state` into `tracked` would be complete and exact."""
     sources = tracking.fixed_sources(tracked)
-    known = {source.fqn: source.tensor for source in sources}
-    for key, tensor in known.items():
-        if key not in stored:
-            raise Mismatch(f"it holds no {key}")
-        form = StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if stored[key] != form:
-            raise Mismatch(f"{key} is {_describe(stored[key])} in it and {_describe(form)} here")
+    check_tensors(sources, stored)
+    known = {source.fqn for source in sources}
     _check_names("optimizers", (name for name, _ in tracking.optimizers(tracked)), state)
     _check_names("objects", (name for name, _ in tracking.objects(tracked)), state)
     _check_names("values", (name for name, _ in tracking.values(tracked)), state)
     _check_extra(tracked, state["extra"])
-    accounted = set(known) | set(encoding.big_names(state))
+    accounted = known | set(encoding.big_names(state))
     accounted |= _check_optimizers(tracked, stored, state["optimizers"])
     tied = {alias for source in sources for alias in source.aliases}
     for key in stored:
@@ -41,6 +37,17 @@ def check_fit(tracked: Mapping[str, object], stored: Mapping[str, StoredTensor],
     for key in accounted:
         if key not in stored:
             raise Mismatch(f"it refers to {key} and does not hold it")
+
+
+def check_tensors(sources: Iterable[Source], stored: Mapping[str, StoredTensor]) -> None:
+    """Raise `Mismatch` unless each of these is stored with its dtype and shape."""
+    for source in sources:
+        key, tensor = source.fqn, source.tensor
+        if key not in stored:
+            raise Mismatch(f"it holds no {key}")
+        form = StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if stored[key] != form:
+            raise Mismatch(f"{key} is {_describe(stored[key])} in it and {_describe(form)} here")
 
 
 def _check_names(kind: str, here: Iterable[str], state: Mapping[str, Any]) -> None:

@@ -80,7 +80,8 @@ class Targets:
                 self.made.update(dict(states.values()))
         for tensor in self.made.values():
             spare.provide(tensor)
-        self.fixed = {source.fqn: source.tensor.detach() for source in tracking.fixed_sources(tracked)}
+        self.sources = tracking.fixed_sources(tracked)
+        self.fixed = {source.fqn: source.tensor.detach() for source in self.sources}
 
     def add_big(self, small: SmallState) -> None:
         """Targets of the big tensors inside `small`, which fits what is tracked (`fit.check_fit`)."""

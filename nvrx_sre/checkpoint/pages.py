@@ -3,7 +3,7 @@
 A page that the kernel must fetch, clear and map at its first touch costs more than the copy into it; here it holds
 neither the interpreter's lock nor, for long, that of the process's memory. Pages of 2 MiB would cost a third where the
 machine has them at hand, and five times as much in a virtual machine that gives free memory back to its host, so they
-are not asked for (docs/adr/0029).
+are not asked for (docs/adr/0030).
 
 Thread safety: all of it. Must not: look at what is in the memory, import torch.
 """

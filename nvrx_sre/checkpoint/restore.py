@@ -1,12 +1,18 @@
 """A state that a rank may restore: a hot slot, or a durable checkpoint of any world size.
 
 Two steps, so that ranks can agree between them:
-    check()  reads and verifies this rank's part without touching the model; `CheckpointCorrupt` if it is bad
-    load()   copies; cannot fail for reasons of data any more
+    check()  reads and verifies this rank's part; `CheckpointCorrupt` if it is bad
+    load()   the rest; cannot fail for reasons of data any more
 
-What is new anyway, optimizer state, is filled while a slot is verified: each block is hashed and copied while the
-processor's cache holds it. A checkpoint that is sound but does not fit the tracked objects is the user's
-matter (`UserError`), except in the hot tier, where it only means that the slot belongs to another model or world.
+A slot is verified and copied in one go: each block is hashed and goes into the tensors while the processor's cache
+holds it, so that memory is read once (docs/adr/0030). Hence `check` of a slot writes to parameters and buffers before
+it knows that they are good: `is_touched` says so. Whoever called it must then load this candidate or another one, which
+overwrites all of it because only a complete state loads (`fit`), or give the tracked objects up. A slot that is not
+what its digest says is emptied, so that nothing is ever filled from it again. A durable checkpoint is verified as a
+whole before anything is written.
+
+A checkpoint that is sound but does not fit the tracked objects is the user's matter (`UserError`), except in the hot
+tier, where it only means that the slot belongs to another model or world.
 
 Into another world size DCP's planner finds what each rank needs of which shard; `install` says what becomes of
 small state. Neither step runs a collective. Thread safety: main thread of the rank.
@@ -16,7 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +33,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from nvrx_sre.checkpoint import manifest
-from nvrx_sre.checkpoint import tracked as tracking
 from nvrx_sre.checkpoint.capture import layout_item, open_blob, slot_views
 from nvrx_sre.checkpoint.dcp_metadata import StoredTensor, from_json, stored_tensors
-from nvrx_sre.checkpoint.fit import Mismatch, check_fit
+from nvrx_sre.checkpoint.fit import Mismatch, check_fit, check_tensors
 from nvrx_sre.checkpoint.install import SmallState, Targets, check_resharding, install
 from nvrx_sre.checkpoint.layout import Layout
 from nvrx_sre.checkpoint.manifest import Manifest
@@ -38,6 +43,7 @@ from nvrx_sre.checkpoint.reading import CheckpointFiles, Place
 from nvrx_sre.checkpoint.replicas import replica_names
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.checkpoint.spare import Spare
+from nvrx_sre.checkpoint.tracked import Source
 from nvrx_sre.core.errors import CheckpointCorrupt, UserError
 from nvrx_sre.events.schema import RejectReason
 
@@ -45,8 +51,19 @@ CHUNK_BYTES = 1 << 20
 """What is hashed and then copied: fits the cache of a core beside its copy."""
 
 
+Lap = Callable[[str], None]
+"""Told the name of each part of the work when it ends."""
+
+
+def unwatched(_: str) -> None:
+    """Nobody wants to know how long it took."""
+
+
 class HotCandidate:
     """A hot slot that this rank may restore from. `values`: plain values, after `load`."""
+
+    is_touched = False
+    """`check` has begun to write to the tracked objects' tensors."""
 
     def __init__(
         self,
@@ -57,6 +74,7 @@ class HotCandidate:
         tracked: Mapping[str, object],
         spare: Spare | None = None,
     ) -> None:
+        self.lap: Lap = unwatched
         self._spare = spare or Spare()
         self._slot_file = slot_file
         self._slot = slot
@@ -71,18 +89,21 @@ class HotCandidate:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise `CheckpointCorrupt` if the slot is not that state any more. Reads the whole slot."""
+        """Raise `CheckpointCorrupt` if the slot is not that state any more; fill all that is host memory.
+
+        Reads the whole slot. Writes nothing before names, types, shapes and sharding of all tensors are found to fit.
+        """
         slot_file, header = self._slot_file, self._header()
         assert slot_file is not None
         try:
             layout, state = open_blob(slot_file, self._slot, header)
             stored = {item.fqn: StoredTensor(item.dtype, item.global_shape) for item in layout.items}
             self._targets = Targets(self._tracked, stored, self._spare)
-            digest, self._filled = _digest_while_filling(slot_file, self._slot, header, layout, self._targets.made)
-            if digest != header.digest:
-                raise ValueError("its bytes do not match their digest")
+            check_tensors(self._targets.sources, stored)
+            _check_sharding(self._targets.sources, layout)
+            self.lap("plan")
+            self._fill(slot_file, header, layout)
             check_fit(self._tracked, stored, state)
-            _check_sharding(self._tracked, layout)
         except ValueError as error:
             raise self._corrupt(RejectReason.DIGEST, f"slot {self._slot}: {error}") from error
         except Mismatch as error:
@@ -91,14 +112,25 @@ class HotCandidate:
         self._targets.add_big(self._small)
         self._sources = slot_views(slot_file, self._slot, layout)
 
+    def _fill(self, slot_file: SlotFile, header: SlotHeader, layout: Layout) -> None:
+        """Hash the slot and fill the targets on the way. Empties the slot and raises `ValueError` if it is damaged."""
+        assert self._targets is not None
+        self.is_touched = True
+        digest, self._filled = _digest_while_filling(slot_file, self._slot, header, layout, self._targets.all())
+        self.lap("fill")
+        if digest != header.digest:
+            slot_file.begin(self._slot, header.generation, header.step, header.durable)
+            raise ValueError("its bytes do not match their digest")
+
     @torch.no_grad()
     def load(self) -> None:
-        """Copy the slot into the tracked objects. Only after `check`."""
+        """Copy what `check` left, install the rest of the state. Only after `check`."""
         assert self._targets is not None and self._small is not None
         for key, tensor in self._targets.all().items():
             if key not in self._filled:
                 _local(tensor).copy_(self._sources[key])
         self.values = install(self._tracked, self._targets, self._small)
+        self.lap("install")
 
     def replicas(self) -> dict[str, str]:
         """Digests of what other ranks must hold as well, by the name it has on all of them. Only after `check`."""
@@ -125,6 +157,9 @@ class HotCandidate:
 class DurableCandidate:
     """A durable checkpoint that this rank may restore from. `values`: plain values, after `load`."""
 
+    is_touched = False
+    """Nothing is written before all of it was verified, on every rank."""
+
     def __init__(
         self,
         directory: Path,
@@ -134,6 +169,7 @@ class DurableCandidate:
         tracked: Mapping[str, object],
         spare: Spare | None = None,
     ) -> None:
+        self.lap: Lap = unwatched
         self._spare = spare or Spare()
         self._directory = directory
         self._run = run
@@ -155,7 +191,9 @@ class DurableCandidate:
         """
         described = manifest.verify(self._directory, deep=False, run=self._run)
         self._files = CheckpointFiles(self._directory, described, self._rank, self._world_size)
+        self.lap("describe")
         self._files.share()
+        self.lap("read")
         self._small = self._read_small(described)
         visible = self._visible(described)
         self._check_fit(visible)
@@ -163,6 +201,7 @@ class DurableCandidate:
         self._targets.add_big(self._small)
         self._plan = Plan(self._targets.all(), described, self._own_keys(described))
         self._plan.read(self._files)
+        self.lap("plan")
 
     @torch.no_grad()
     def load(self) -> None:
@@ -171,7 +210,9 @@ class DurableCandidate:
         assert self._targets is not None and self._small is not None
         self._plan.copy()
         self._files.release()
+        self.lap("copy")
         self.values = install(self._tracked, self._targets, self._small)
+        self.lap("install")
 
     def replicas(self) -> dict[str, str]:
         """Nothing to compare: what is common to ranks is stored once and read by all."""
@@ -284,15 +325,15 @@ def tensor_over(content: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _digest_while_filling(
-    slot_file: SlotFile, slot: int, header: SlotHeader, layout: Layout, made: Mapping[str, torch.Tensor]
+    slot_file: SlotFile, slot: int, header: SlotHeader, layout: Layout, targets: Mapping[str, torch.Tensor]
 ) -> tuple[bytes, set[str]]:
-    """(digest of the slot, keys of `made` that were filled on the way)."""
+    """(digest of the slot, keys of `targets` that were filled on the way)."""
     data = slot_file.data(slot)
     state = xxhash.xxh3_128()
     hashed_bytes = 0
     filled = set()
     for item in layout.items:
-        memory = _memory(made.get(item.fqn), item.size_bytes)
+        memory = _memory(targets.get(item.fqn), item.size_bytes)
         if memory is None:
             continue
         state.update(data[hashed_bytes : item.offset_bytes])
@@ -320,9 +361,9 @@ def _memory(tensor: torch.Tensor | None, size_bytes: int) -> memoryview | None:
     return memoryview((ctypes.c_char * size_bytes).from_address(local.data_ptr())).cast("B")
 
 
-def _check_sharding(tracked: Mapping[str, object], layout: Layout) -> None:
+def _check_sharding(sources: Iterable[Source], layout: Layout) -> None:
     """Raise `Mismatch` unless every tensor is sharded as in the slot."""
-    for source in tracking.fixed_sources(tracked):
+    for source in sources:
         mine, saved = layout_item(source), layout.by_fqn[source.fqn]
         if (mine.local_shape, mine.global_offset) != (saved.local_shape, saved.global_offset):
             raise Mismatch(f"{source.fqn} is sharded differently")

@@ -6,7 +6,7 @@
     release()           after the restore: what nobody wanted goes back to the allocator
 
 A page that the kernel must fetch, clear and map costs more than the copy into it (docs/adr/0023). A new process fetches
-them while it joins its group and builds its model, in a thread (0029). Kept memory is handed out only while nobody else
+them while it joins its group and builds its model, in a thread (0030). Kept memory is handed out only while nobody else
 refers to it, which torch counts; state of the old generation that something still holds therefore stays as it is, and
 the new generation gets other memory.
 

@@ -53,6 +53,8 @@ class RankProcess:
         self.hot_schedule = HotSchedule(0)
         self.knows_no_hot_tier = False
         """It was said that this run has none."""
+        self.restore_parts_s: dict[str, float] = {}
+        """Where the time of the last restore went, by part (`checkpoint.restore`, and `agree`)."""
         self._granted = threading.Condition()
         self._grant: SlotFile | UserError | StorageError | None = None
         """Answer to the newest request, until the main thread takes it."""

@@ -1,9 +1,12 @@
 """All ranks agree on one state and load it, or none does.
 
 The launcher lists candidates, best first, the same steps for every rank. For each candidate every rank checks
-its own part without touching the model; the verdicts are reduced with MIN; what ranks hold copies of is
-compared; only a candidate that is good everywhere is loaded. So no rank can end up on another step than its peers,
-and a rejected candidate is rejected by all.
+its own part; the verdicts are reduced with MIN; what ranks hold copies of is compared; only a candidate that is good
+everywhere is loaded. So no rank can end up on another step than its peers, and a rejected candidate is rejected by all.
+
+The check of a slot fills parameters before it is known to be good (`checkpoint.restore`). A generation therefore never
+begins at step 0 after one was rejected: the next candidate overwrites what was filled, or the generation ends. Its
+successor builds its model anew, and is not offered the slot, which was emptied.
 
 State that slots cannot hold (`checkpoint.supported`) goes another road, for the whole run alike: it is restored through
 stand-ins, from durable checkpoints alone, and saved by the ranks themselves.
@@ -27,7 +30,7 @@ import torch.distributed as dist
 from nvrx_sre.checkpoint import supported
 from nvrx_sre.checkpoint.capture import Capturer
 from nvrx_sre.checkpoint.replicas import differing
-from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate
+from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate, Lap
 from nvrx_sre.checkpoint.spare import Spare
 from nvrx_sre.checkpoint.stand_ins import StandIns
 from nvrx_sre.core.clock import seconds
@@ -35,6 +38,7 @@ from nvrx_sre.core.errors import CheckpointCorrupt, NothingRestorable
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import RejectReason, RestoredFrom, Tier
 from nvrx_sre.session import rank_saving
+from nvrx_sre.session.laps import Laps
 from nvrx_sre.session.process import RankProcess
 from nvrx_sre.session.rank_saving import RankSaver
 from nvrx_sre.session.saving import HotSaver
@@ -47,7 +51,12 @@ _NOT_THERE = frozenset({RejectReason.NO_COMMIT_MARKER, RejectReason.MISSING_FILE
 
 
 class Candidate(Protocol):
-    """A state that may be restored. `check` does not touch the model, `load` cannot fail for data reasons."""
+    """A state that may be restored. `load` cannot fail for data reasons."""
+
+    is_touched: bool
+    """`check` has begun to write to the tracked objects: some candidate must be loaded, or they must be given up."""
+    lap: Lap
+    """Told of each part of `check` and `load` when it ends."""
 
     def check(self) -> None:
         """Raise `CheckpointCorrupt` if this rank's part is unusable."""
@@ -118,17 +127,26 @@ class Restorer:
         self._go = go
         self._rank = rank
         self._device = device
+        self._is_touched = False
+        """Some rank's tracked objects hold what was not agreed on."""
+        self._has_replicas = False
+        self._lap = Laps(process.control.clock)
 
     def restore(self, tracked: Mapping[str, Any]) -> tuple[int, RestoredFrom]:
         """(step, source) of the state that all ranks now hold; (0, fresh) if there was none.
 
-        Raises `NothingRestorable` if commits are on record and no candidate is good.
+        Raises `NothingRestorable` if commits are on record and no candidate is good, `CheckpointCorrupt` on all ranks
+        if there are none and the check of a rejected slot has written to the tracked objects.
         """
+        self._process.restore_parts_s = self._lap.seconds
         for entry in self._go.candidates:
             candidate = self._candidate(entry, tracked)
+            candidate.lap = self._lap
             problem = self._check(candidate)
-            if self._all_agree(entry, problem is None):
-                problem = self._compare(candidate, entry)
+            mine = candidate.replicas() if problem is None else {}
+            if self._all_agree(entry, problem is None, candidate.is_touched, len(mine)):
+                problem = self._compare(mine, entry)
+                self._lap("agree")
                 if problem is None:
                     candidate.load()
                     return int(entry["step"]), RestoredFrom(str(entry["tier"]))
@@ -137,6 +155,12 @@ class Restorer:
             raise NothingRestorable(
                 f"commits of run {self._process.settings.run} are on record and none of them can be loaded; "
                 f"see `nvrx-sre checkpoint list {self._process.settings.run_dir}`, or start again with --start-fresh"
+            )
+        if self._is_touched:
+            raise CheckpointCorrupt(
+                "no state in memory is good on all ranks and there is none on the disk: "
+                "the run begins again at step 0, with a model that is built anew",
+                reason=RejectReason.DIGEST.value,
             )
         return 0, RestoredFrom.FRESH
 
@@ -163,19 +187,20 @@ class Restorer:
             # Another node's file system has no event to wait on.
             never.wait(_LOOK_AGAIN_S)
 
-    def _all_agree(self, entry: dict[str, Any], good: bool) -> bool:
+    def _all_agree(self, entry: dict[str, Any], good: bool, touched: bool, num_replicas: int) -> bool:
+        """True if the candidate is the same one, and good, on every rank. Learns as well what ranks have to compare."""
         step, generation = int(entry["step"]), int(entry["generation"])
         mine = [step, -step, generation, -generation, int(good)]
-        verdict = torch.tensor(mine, dtype=torch.int64, device=self._device)
+        verdict = torch.tensor([*mine, int(not touched), -num_replicas], dtype=torch.int64, device=self._device)
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-        return bool(verdict.tolist() == [*mine[:4], 1])
+        *common, untouched, fewest = verdict.tolist()
+        self._is_touched |= not untouched
+        self._has_replicas = fewest < 0
+        return bool(common == [*mine[:4], 1])
 
-    def _compare(self, candidate: Candidate, entry: dict[str, Any]) -> CheckpointCorrupt | None:
+    def _compare(self, mine: dict[str, str], entry: dict[str, Any]) -> CheckpointCorrupt | None:
         """The same verdict on every rank: None unless copies of one tensor differ."""
-        mine = candidate.replicas()
-        some = torch.tensor([len(mine)], device=self._device)
-        dist.all_reduce(some, op=dist.ReduceOp.MAX)
-        if not some.item():
+        if not self._has_replicas:
             return None
         found: list[Any] = [None] * self._go.world_size
         dist.all_gather_object(found, mine)

@@ -178,15 +178,18 @@ def test_restore_before_the_first_step_clears_optimizer_state(tier: str, tmp_pat
     assert len(used["optimizer"].state) == 0
 
 
-def test_check_changes_nothing(tier: str, tmp_path: Path) -> None:
-    """A candidate may be checked and then not be chosen."""
+def test_what_a_check_may_change(tier: str, tmp_path: Path) -> None:
+    """A candidate may be checked and then not be chosen: what a slot's check has filled, it says it has touched."""
     saved = SavedState(tier, build(1), tmp_path)
     fresh = build(2)
     before = [parameter.clone() for parameter in fresh["model"].parameters()]
-    drawn = torch.get_rng_state()
-    saved.candidate(fresh).check()
-    assert all(torch.equal(old, new) for old, new in zip(before, fresh["model"].parameters(), strict=True))
-    assert torch.equal(drawn, torch.get_rng_state())
+    drawn, groups = torch.get_rng_state(), str(fresh["optimizer"].param_groups[0]["lr"])
+    candidate = saved.candidate(fresh)
+    candidate.check()
+    is_same = all(torch.equal(old, new) for old, new in zip(before, fresh["model"].parameters(), strict=True))
+    assert (candidate.is_touched, is_same) == ((True, False) if tier == "hot" else (False, True))
+    assert torch.equal(drawn, torch.get_rng_state()) and not fresh["optimizer"].state
+    assert (fresh["counts"], str(fresh["optimizer"].param_groups[0]["lr"])) == ({"tokens": 2}, groups)
 
 
 def test_c04_no_random_corruption_loads(tier: str, tmp_path: Path) -> None:
@@ -208,8 +211,10 @@ def test_a_state_of_another_model_is_refused_before_anything_changes(tier: str, 
     """Another width: in the hot tier the slot does not fit, in the durable tier it is the user's to cure."""
     saved = SavedState(tier, build(1), tmp_path)
     other = build(2, width=25)
+    candidate = saved.candidate(other)
     with pytest.raises(CheckpointCorrupt if tier == "hot" else UserError, match=r"model\.0\.weight"):
-        saved.candidate(other).check()
+        candidate.check()
+    assert not candidate.is_touched
 
 
 @pytest.mark.parametrize("change", ["more", "less", "groups"])
