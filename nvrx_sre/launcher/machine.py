@@ -87,6 +87,7 @@ class Machine:
             c.Stalled: self._on_stalled,
             c.NodeJoined: lambda item, now_ns: self._nodes.join(item.node, item.name, now_ns),
             c.NodeLost: self._on_node_lost,
+            c.DeviceUnfit: self._on_device_unfit,
             c.Tick: self._on_tick,
         }
         self._messages: dict[type[wire.Message], Callable[[Child, Any, int], None]] = {
@@ -141,6 +142,7 @@ class Machine:
     def start(self, now_ns: int) -> list[c.Command]:
         """Start all children of this node. Call once, first."""
         self._nodes.start(now_ns)
+        self._recovery.tell_unused(sorted(self._job.unused))
         for rank in range(self._job.world_size):
             if self._job.node(rank) not in self._job.absent:
                 self._roster.spawn(Role.WORKER, rank, now_ns)
@@ -215,7 +217,7 @@ class Machine:
             ),
             child.rank,
         )
-        rank = child.rank if child.rank is not None and self._roster.in_seat(child.rank) is child else None
+        rank = child.rank if self._roster.has_seat(child) else None
         self._roster.remove(child)
         if child.role is Role.WRITER:
             self._saves.on_writer_death(child, now_ns)
@@ -366,6 +368,12 @@ class Machine:
         if self._job.stage is Stage.OPEN or root.serial == self._job.fault_serial:
             self._fault(self._faults.on_node_lost(root, item.reason, item.mono_ns), now_ns)
 
+    def _on_device_unfit(self, item: c.DeviceUnfit, now_ns: int) -> None:
+        """The generation goes on: whether the device really fails, its rank will tell. The next one does without it."""
+        device = self._job.device_at(item.node, item.index)
+        if device:
+            self._job.unfit.setdefault(device, item.reason)
+
     def _lose_slots(self, node: int) -> None:
         """What ranks of `node` held in memory is gone: nothing is sealed on all ranks any more."""
         self._saves.lose("the node was lost")
@@ -467,7 +475,9 @@ class Machine:
             if child.deadline_ns is None or now_ns < child.deadline_ns:
                 continue
             if child.state is ChildState.ENDING:
-                if not child.is_killed or child.role is not Role.WORKER or self._job.stage is Stage.STOPPING:
+                # Recovery gives up the seat of one that cannot even die; who has none is only killed again.
+                is_recoverys = child.is_killed and self._roster.has_seat(child)
+                if not is_recoverys or self._job.stage is Stage.STOPPING:
                     self._roster.kill(child, "did not end in time", now_ns)
             elif child.state in (ChildState.STARTING, ChildState.ASSIGNED):
                 self._end_stuck(child, now_ns)

@@ -120,6 +120,10 @@ class Roster:
         number = self._seats[rank] if rank < len(self._seats) else None
         return None if number is None else self._children[number]
 
+    def has_seat(self, child: Child) -> bool:
+        """The child holds a rank of the world."""
+        return child.rank is not None and self.in_seat(child.rank) is child
+
     def seated(self) -> list[Child]:
         """Children that hold a rank, by rank."""
         return [self._children[number] for number in self._seats if number is not None]

@@ -197,6 +197,11 @@ class _Safety:
         self.sealed = -1
         self.checkpoints_back = 0
 
+    def on_node_lost(self, record: Record, event: schema.NodeLost) -> None:
+        """What its ranks held in memory is gone, also where that is no fault any more."""
+        if event.ranks:
+            self.sealed = -1
+
     def on_draining(self, record: Record, event: schema.Event) -> None:
         self.drain_ns, self.num_started = record.time_ns, 0
 
@@ -254,6 +259,7 @@ _HANDLERS: dict[type[schema.Event], Callable[[_Safety, Record, Any], None]] = {
     schema.FaultDetected: _Safety.on_fault,
     schema.RestartDecided: _Safety.on_decided,
     schema.RankExcluded: _Safety.on_excluded,
+    schema.NodeLost: _Safety.on_node_lost,
     schema.PreemptionReceived: _Safety.on_draining,
     schema.HaltRequested: _Safety.on_draining,
     schema.RunFinished: _Safety.on_finished,

@@ -57,7 +57,7 @@ class _CountingWorld(World):
     def append(self, record: Record) -> None:
         super().append(record)
         if isinstance(record.event, FaultDetected | ProgressResumed):
-            self.marks.append((self.newest.num_packets, self.newest.num_inputs, len(self.records)))
+            self.marks.append((self.newest.links.num_packets, self.newest.num_inputs, len(self.records)))
 
 
 def measure_recovery(num_ranks: int, num_hosts: int) -> RecoveryCost:

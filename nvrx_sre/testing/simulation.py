@@ -19,6 +19,7 @@ from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record
 from nvrx_sre.testing.checkers import check_liveness, check_safety
 from nvrx_sre.testing.checkers_blame import check_blame
+from nvrx_sre.testing.checkers_nodes import NodeRules, check_nodes
 from nvrx_sre.testing.world import World
 from nvrx_sre.testing.world_plan import Scenario, SwarmOptions, draw_scenario
 
@@ -58,7 +59,7 @@ def simulate(scenario: Scenario) -> tuple[Outcome, World]:
         scenario=scenario,
         exit_code=exit_code,
         problems=tuple(problems[:MAX_PROBLEMS]),
-        reached=frozenset(world.reached | states_in(world.records)),
+        reached=frozenset(world.reached | states_in(world.records) | states_of_hosts(world.records)),
         num_records=len(world.records),
         num_faults=sum(isinstance(record.event, schema.FaultDetected) for record in world.records),
         num_launchers=len(world.launchers),
@@ -76,7 +77,9 @@ def simulate_seed(seed: int, options: SwarmOptions) -> Outcome:
 def judge(world: World) -> list[str]:
     """What all checkers find in the journal of a world."""
     records = world.records
-    found = check_safety(records, world.config.limits.caps) + check_liveness(records)
+    nodes = world.config.limits.nodes
+    rules = NodeRules(world_multiple=world.config.world_multiple, grace_s=nodes.grace_s, join_s=nodes.join_s)
+    found = check_safety(records, world.config.limits.caps) + check_liveness(records) + check_nodes(records, rules)
     return found + check_blame(records, world.strikes, world.kills_ns)
 
 
@@ -104,6 +107,28 @@ def states_in(records: Sequence[Record]) -> set[str]:
         previous = record
     if any(later.epoch > earlier.epoch for earlier, later in itertools.pairwise(records)):
         found.add("a run went on under another launcher")
+    return found
+
+
+def states_of_hosts(records: Sequence[Record]) -> set[str]:
+    """Rare states of a journal that has several hosts in it."""
+    found: set[str] = set()
+    num_nodes, num_formed = 1, 0
+    for record in records:
+        event = record.event
+        if isinstance(event, schema.LauncherStarted):
+            num_formed = 0
+        elif isinstance(event, schema.RunStarted):
+            num_nodes = event.num_nodes
+        elif isinstance(event, schema.GenerationFormed):
+            num_hosts = len({device.rpartition("/")[0] for device in event.devices})
+            if num_hosts < num_nodes:
+                found.add("a world did without a host")
+            if num_hosts > num_formed > 0:
+                found.add("a host was taken back into the world")
+            num_formed = num_hosts
+        elif isinstance(event, schema.RunFinished) and "did not come within" in event.reason:
+            found.add("a launcher gave up waiting for a host")
     return found
 
 
@@ -147,6 +172,7 @@ RARE_STATES: tuple[str, ...] = (
     "a rank was replaced by a fresh process",
     "every process was kept",
     "a child was ended before it was started",
+    "a killed process kept its launcher waiting",
     "a process was replaced in a teardown",
     "restored from hot",
     "restored from durable",
@@ -193,6 +219,14 @@ RAREST_STATES: tuple[str, ...] = (
 
 RARE_STATES_OF_HOSTS: tuple[str, ...] = (
     "a host was lost with its hot slots",
-    "a host that was cut off ended its ranks",
+    "a host was silent for a lease",
+    "a host gave its silent leader up",
+    "a host came back",
+    "a host came back before it was missed",
+    "a world did without a host",
+    "a host was taken back into the world",
+    "the writers of several hosts committed a save",
+    "a save ended for want of another host's share",
+    "a launcher gave up waiting for a host",
 )
 """The same for several hosts."""

@@ -5,7 +5,7 @@ them the machines' deadlines are ticked. Commands act on simulated children, net
 records and are folded before the next input, exactly as the real shell does. The same seed gives the same journal,
 byte for byte.
 
-    World ── disk, hosts, records          outlive launchers
+    World ── disk, hosts, nodes, records   outlive launchers (a node is a launcher that does not lead)
       └─ SimLauncher ── Machine, folds     one an epoch; a stopped one lives on beside its successor
            └─ SimWorker, SimWriter         processes on a host
 
@@ -33,6 +33,7 @@ from nvrx_sre.testing.clock import ManualClock
 from nvrx_sre.testing.world_disk import Commit, Disk
 from nvrx_sre.testing.world_launcher import RUN, SimLauncher
 from nvrx_sre.testing.world_network import Host
+from nvrx_sre.testing.world_nodes import SimNode
 from nvrx_sre.testing.world_plan import SimFault, SimKind, WorldConfig
 from nvrx_sre.testing.world_ranks import SimWorker, state_after
 
@@ -53,6 +54,8 @@ class World:
         self.config = config
         self.disk = Disk()
         self.hosts = [Host(number=number) for number in range(config.num_hosts)]
+        self.nodes: list[SimNode] = []
+        """Launchers of the hosts beside the leader's."""
         self.records: list[Record] = []
         self.violations: list[str] = []
         self.reached: set[str] = set()
@@ -72,6 +75,7 @@ class World:
         self._rollbacks: list[tuple[int, int, int]] = []
         """(epoch, generation, step) of every rollback there ever was."""
         self._final_state = state_after(config.num_steps)
+        self.nodes = [SimNode(self, host) for host in self.hosts[1:]]
 
     # --- driving --------------------------------------------------------------------------------------------
 
@@ -130,10 +134,6 @@ class World:
     def new_pid(self) -> int:
         """A process number that no other process had."""
         return next(self._pids)
-
-    def host_of(self, local_rank: int) -> int:
-        """Host of a device; writer and standbys live on the leader's, as device 0 does."""
-        return local_rank * self.config.num_hosts // self.config.num_ranks
 
     def append(self, record: Record) -> None:
         """A launcher's journal takes a record."""

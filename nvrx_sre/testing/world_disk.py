@@ -80,6 +80,16 @@ class Commit:
 
 
 @dataclass(kw_only=True)
+class Attempt:
+    """The directory of an attempt at a save, as far as its writers talk through it."""
+
+    parts: set[int] = field(default_factory=set)
+    """Shares that are there."""
+    is_ended: bool = False
+    """Somebody has given it up."""
+
+
+@dataclass(kw_only=True)
 class Disk:
     """The run directory: what every launcher of the run sees."""
 
@@ -88,6 +98,12 @@ class Disk:
     commits: list[Commit] = field(default_factory=list)
     fences: list[Fence] = field(default_factory=list)
     num_commits_ever: int = 0
+    attempts: dict[str, Attempt] = field(default_factory=dict)
+    """Those of several writers, by the name that they agreed on."""
+
+    def attempt(self, name: str) -> Attempt:
+        """What the writers of an attempt have left each other; one writer alone has a directory of its own."""
+        return self.attempts.setdefault(name, Attempt()) if name else Attempt()
 
     def take_epoch(self) -> int:
         """Exclusive creation of the next epoch's file."""

@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from nvrx_sre.testing.world_ranks import SimWorker
 
 SIGKILL, SIGTERM = 9, 15
-LEADER_LEASE_S = 30.0
-"""A host that cannot reach the leader for this long ends its ranks."""
+_ABSENCES_S = ((1.0, 6.0), (10.0, 40.0), (70.0, 150.0))
+"""How long a host is away: back before the others go on without it, after it, or after a run that needs it gave up."""
+_UNDYING_S = (3.0, 40.0)
+"""How long a process stays in the kernel: shorter and longer than its launcher waits for a death."""
+_FOR_GOOD_S = (600.0, 1200.0)
+"""A host that the run does not need may be away for longer than the run takes."""
 
 _RAISED = {
     SimKind.EXCEPTION: ("exception", "ValueError"),
@@ -36,6 +40,9 @@ def inject(worker: SimWorker, kind: SimKind) -> bool:
         worker.is_stuck = True
     elif kind is SimKind.SIGSTOP:
         worker.is_stopped = worker.is_stuck = True
+    elif kind is SimKind.UNDYING:
+        worker.is_stopped = worker.is_stuck = True
+        worker.dies_from_ns = worker.now_ns + to_ns(worker.world.rng.uniform(*_UNDYING_S))
     elif kind is SimKind.NODE_KILL:
         worker.launcher.num_losses += 1
         worker.send(wire.NodeKill(generation=worker.generation, mono_ns=worker.now_ns))
@@ -104,31 +111,31 @@ def _supersede_launcher(worker: SimWorker) -> None:
 
 
 def _kill_host(worker: SimWorker) -> None:
+    """With the leader's host goes the leader. Another one ends its connections, or is silent (power, kernel)."""
     world, launcher = worker.world, worker.launcher
     if worker.host == 0:
-        launcher.crash()  # with the leader's host goes the leader
+        launcher.crash()
         return
-    world.hosts[worker.host].boots_until_ns = world.now_ns + to_ns(3.0)
-    launcher.lose_host(worker.host)
+    num_others = world.config.num_ranks - world.config.num_ranks // world.config.num_hosts
+    is_needed = num_others < (world.config.min_world_size or world.config.num_ranks)
+    absence_s = world.rng.uniform(*world.rng.choice(_ABSENCES_S if is_needed else (*_ABSENCES_S, _FOR_GOOD_S)))
+    host = world.hosts[worker.host]
+    host.boots_until_ns = max(host.boots_until_ns, world.now_ns + to_ns(absence_s))
+    if world.rng.random() < 0.5:
+        launcher.links.silence(worker.host)
+    else:
+        launcher.links.lose(worker.host, "it has ended its link")
 
 
 def _cut_host(worker: SimWorker) -> None:
-    """The host's link is down for a while; past the lease its ranks are ended there."""
+    """The host's link is down for a while: shorter or longer than a lease, and than a host waits for its leader."""
     world, launcher, host = worker.world, worker.launcher, worker.world.hosts[worker.host]
     cut_s = world.rng.uniform(1.0, 45.0)
     host.cut_until_ns = max(host.cut_until_ns, world.now_ns + to_ns(cut_s))
-    world.schedule(LEADER_LEASE_S, lambda: _end_if_cut(worker))
     for child in launcher.members_of(worker.generation):
         if child.host != worker.host:
             # The collectives between the hosts break off on both sides, one after the other.
             world.schedule(world.rng.uniform(0.0, 2.0), lambda child=child: launcher.break_off(child))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
-
-
-def _end_if_cut(worker: SimWorker) -> None:
-    world = worker.world
-    if world.now_ns < world.hosts[worker.host].cut_until_ns:
-        world.reach("a host that was cut off ended its ranks")
-        worker.launcher.end_host(worker.host)
 
 
 def _slow_link(worker: SimWorker) -> None:

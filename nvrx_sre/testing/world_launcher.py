@@ -21,13 +21,16 @@ from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Event, Record, Role
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.launcher import commands as c
-from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
+from nvrx_sre.launcher.machine import Machine, MachineStart
 from nvrx_sre.launcher.started_saves import StartedSaves
 from nvrx_sre.policy.history import History
 from nvrx_sre.testing.world_disk import Slots
 from nvrx_sre.testing.world_faults import SIGKILL
-from nvrx_sre.testing.world_network import Action, Relay
-from nvrx_sre.testing.world_ranks import Offer, SimChild, SimWorker, SimWriter
+from nvrx_sre.testing.world_network import Action
+from nvrx_sre.testing.world_nodes import Links
+from nvrx_sre.testing.world_plan import machine_config, run_started
+from nvrx_sre.testing.world_ranks import Offer, SimChild, SimWorker
+from nvrx_sre.testing.world_writers import SimWriter
 
 if TYPE_CHECKING:
     from nvrx_sre.testing.world import World
@@ -70,15 +73,15 @@ class SimLauncher:
         self._trained: list[SimWorker] = []
         """Ranks of the newest generation."""
         self._verdicts: dict[tuple[int, str], bool] = {}
-        self._down: dict[int, list[Action]] = {}
         self._seq = 0
         self._history = History()
         self._saves = StartedSaves()
         self._incidents = IncidentTracker(RUN, world.config.limits.caps)
         for record in world.records:
             self._fold(record)
-        self.relays = {host.number: Relay(world, host) for host in world.hosts[1:]}
-        self.machine = Machine(_machine_config(world), self._history, self._machine_start())
+        self.links = Links(self)
+        """To the launchers of the other hosts."""
+        self.machine = Machine(machine_config(world.config), self._history, self._machine_start())
         self._commands: dict[type[c.Command], Callable[[Any], None]] = {
             c.Spawn: self._on_spawn,
             c.AssignRank: self._on_assign,
@@ -92,6 +95,7 @@ class SimLauncher:
             c.PublishSealed: self._on_publish,
             c.StrandSlots: self._on_strand,
             c.StartSave: self._on_start_save,
+            c.EndAttempt: self._on_end_attempt,
             c.RetainSaves: lambda command: self._on_retain(),
             c.ReleaseSlots: self._on_release,
             c.Fence: self._on_fence,
@@ -108,11 +112,6 @@ class SimLauncher:
         """It is gone."""
         return self.exit_code is not None
 
-    @property
-    def num_packets(self) -> int:
-        """Packets between this launcher and the other hosts so far, both ways."""
-        return sum(relay.num_up + relay.num_down for relay in self.relays.values())
-
     def begin(self) -> None:
         """Announce itself and start all children."""
         world, generation = self.world, self.machine.generation
@@ -122,7 +121,7 @@ class SimLauncher:
         for failed, of_generation in self._saves.interrupted():
             self.emit(failed, of_generation)
         self.emit(schema.LauncherStarted(node="node", pid=1, start_ticks=self.epoch, metrics_port=0), generation)
-        self.emit(_run_started(world, is_resumed=newest is not None), generation)
+        self.emit(run_started(world.config, is_resumed=newest is not None), generation)
         self._apply(self.machine.start(world.now_ns))
 
     def feed(self, item: c.Input) -> None:
@@ -167,6 +166,7 @@ class SimLauncher:
         self.is_stalled = False
         if self.is_over or not self.leads():
             return
+        self.links.speak()
         backlog, self._backlog = self._backlog, []
         for item in backlog:
             self.feed(item)
@@ -182,6 +182,7 @@ class SimLauncher:
         for child in self.children.values():
             child.is_alive = False
         self.children.clear()
+        self.links.close()
 
     # --- its children ---------------------------------------------------------------------------------------
 
@@ -207,20 +208,22 @@ class SimLauncher:
         # A process is told dead when its memory is given back; its peers may see its sockets closed before.
         self._arrive(child, lambda: self._forget(child, exited), to_ns(self.world.rng.uniform(0.0005, 0.05)))
 
-    def lose_host(self, host: int) -> None:
-        """A host dies with the ranks on it and their hot slots."""
+    def take_children(self, host: int) -> list[SimChild]:
+        """The host is given up: its slots are lost, and its processes, which are still to be told dead."""
         self.num_losses += 1
-        self.world.reach("a host was lost with its hot slots")
         for rank, of_rank in self._host_of.items():
             if of_rank == host:
                 self.slots[rank] = Slots()
-        self.end_host(host)
+        found = [child for child in self.children.values() if child.host == host]
+        for child in found:
+            child.is_alive = False
+            if isinstance(child, SimWorker):
+                self.leave_group(child)
+        return found
 
-    def end_host(self, host: int) -> None:
-        """Every process on the host is killed."""
-        for child in list(self.children.values()):
-            if child.host == host:
-                self.die(child, exit_code=None, signal=SIGKILL)
+    def forget(self, child: SimChild) -> None:
+        """It is known to be dead."""
+        self.children.pop(child.number, None)
 
     def members_of(self, generation: int) -> list[SimWorker]:
         """Ranks that are inside the generation."""
@@ -239,7 +242,9 @@ class SimLauncher:
         elif len(waiting) == len(members):
             del self._waiting[worker.generation, what]
             for number in sorted(waiting):
-                self.children[number].later(0.0005, 0.005, waiting[number])
+                peer = self.children.get(number)
+                if peer is not None:
+                    peer.later(0.0005, 0.005, waiting[number])
 
     def leave_group(self, worker: SimWorker) -> None:
         """The worker's sockets are closed: peers in a collective of its generation get an error."""
@@ -288,7 +293,7 @@ class SimLauncher:
         if child.host == _LEADER_HOST:
             self.world.schedule_at(child.delivery_ns(delay_ns), action)
         else:
-            self.relays[child.host].up(action)
+            self.links.up(child, action)
 
     def _take(self, child: SimChild, message: wire.Message) -> None:
         generation = getattr(message, "generation", self.machine.generation)
@@ -297,7 +302,7 @@ class SimLauncher:
         self.feed(c.FromChild(child=child.number, message=message))
 
     def _forget(self, child: SimChild, exited: c.Exited) -> None:
-        self.children.pop(child.number, None)
+        self.forget(child)
         self.feed(exited)
 
     # --- its journal ----------------------------------------------------------------------------------------
@@ -343,9 +348,7 @@ class SimLauncher:
             if self.is_over:
                 return
             self._commands[type(command)](command)
-        down, self._down = self._down, {}
-        for host, actions in down.items():
-            self.relays[host].down(actions)
+        self.links.flush()
 
     def _tell(self, number: int, action: Callable[[SimChild], None]) -> None:
         """Something is sent to a child, if it lives when it arrives."""
@@ -360,22 +363,21 @@ class SimLauncher:
         if child.host == _LEADER_HOST:
             arrive()
         else:
-            self._down.setdefault(child.host, []).append(arrive)
+            self.links.down(child.host, arrive)
 
     def _tell_worker(self, number: int, action: Callable[[SimWorker], None]) -> None:
         self._tell(number, lambda child: action(child) if isinstance(child, SimWorker) else None)
 
     def _on_spawn(self, command: c.Spawn) -> None:
-        world = self.world
         kind = SimWriter if command.role is Role.WRITER else SimWorker
-        child = kind(self, command.child, command.role, world.host_of(command.local_rank))
+        child = kind(self, command.child, command.role, command.node)
         if command.rank is not None:
             self._host_of[command.rank] = child.host
         self.children[command.child] = child
         if child.host == _LEADER_HOST:
             self._fork(child)
-        else:
-            self._down.setdefault(child.host, []).append(lambda: self._fork(child))
+        elif not self.links.down(child.host, lambda: self._fork(child)):
+            self.links.fail_spawn(child)
 
     def _fork(self, child: SimChild) -> None:
         """The fork server of the child's host starts it, some time."""
@@ -405,7 +407,7 @@ class SimLauncher:
         child.begin()
 
     def _on_assign(self, command: c.AssignRank) -> None:
-        self._host_of[command.rank] = self.world.host_of(command.local_rank)
+        self._host_of[command.rank] = command.node
         self._tell_worker(command.child, lambda child: child.assign(command.rank, command.generation))
 
     def _on_open(self, command: c.OpenGeneration) -> None:
@@ -460,17 +462,22 @@ class SimLauncher:
 
         def kill() -> None:
             if child.is_started:
-                self.world.schedule(delay_s, lambda: self.die(child, exit_code=None, signal=SIGKILL))
+                at_ns = max(self.world.now_ns + to_ns(delay_s), child.dies_from_ns)
+                if at_ns > self.world.now_ns + to_ns(self.world.config.limits.deadlines.teardown_s):
+                    self.world.reach("a killed process kept its launcher waiting")
+                self.world.schedule_at(at_ns, lambda: self.die(child, exit_code=None, signal=SIGKILL))
             else:
                 child.is_doomed = True
 
         if child.host == _LEADER_HOST:
             kill()
         else:
-            self._down.setdefault(child.host, []).append(kill)
+            self.links.down(child.host, kill)
 
     def _on_drop(self, command: c.DropSlots) -> None:
-        self.slots = [Slots() for _ in range(self.world.config.num_ranks)]
+        for rank in range(len(self.slots)):
+            if self._host_of.get(rank, command.node) == command.node:
+                self.slots[rank] = Slots()
 
     def _on_publish(self, command: c.PublishSealed) -> None:
         for slots in self.slots:
@@ -488,13 +495,33 @@ class SimLauncher:
             if slots.held_slot not in (-1, slot):
                 self.world.violation(f"save of step {command.step} started while another one holds its slots")
             slots.held_slot = slot
-        for child in list(self.children.values()):
-            if isinstance(child, SimWriter) and child.is_alive:
-                child.write(command.step, command.generation, command.slots)
+        hosts = command.nodes or (_LEADER_HOST,) * len(command.slots)
+        parts = list(dict.fromkeys(hosts))
+        for part, host in enumerate(parts):
+            first_rank = hosts.index(host)
+            message = wire.WriteSave(
+                step=command.step,
+                epoch=self.epoch,
+                generation=command.generation,
+                world_size=command.world_size,
+                slots=list(command.slots[first_rank : first_rank + hosts.count(host)]),
+                captured_ns=0,
+                first_rank=first_rank,
+                part=part,
+                num_parts=len(parts),
+                attempt=command.attempt,
+                deadline_s=self.world.config.limits.deadlines.save_s,
+            )
+            for child in list(self.children.values()):
+                if isinstance(child, SimWriter) and child.host == host:
+                    self._tell(child.number, _begins(message))
+
+    def _on_end_attempt(self, command: c.EndAttempt) -> None:
+        self.world.disk.attempt(command.attempt).is_ended = True
 
     def _on_retain(self) -> None:
         for child in list(self.children.values()):
-            if isinstance(child, SimWriter) and child.is_alive:
+            if isinstance(child, SimWriter) and child.is_alive and child.host == _LEADER_HOST:
                 child.retain()
 
     def _on_release(self, command: c.ReleaseSlots) -> None:
@@ -533,7 +560,10 @@ class SimLauncher:
 
     def _on_stop(self, command: c.Stop) -> None:
         survivors = [child for child in self.children.values() if child.is_alive]
-        unreachable = [child for child in survivors if self.world.now_ns < self.world.hosts[child.host].cut_until_ns]
+        now_ns, hosts = self.world.now_ns, self.world.hosts
+        unreachable = [item for item in survivors if now_ns < max(hosts[item.host].cut_until_ns, item.dies_from_ns)]
+        if any(now_ns < item.dies_from_ns for item in survivors):
+            self.world.reach("a process outlived its launcher in the kernel")
         # One that stood still while its children should have left ends them itself, as it ends.
         if len(survivors) > len(unreachable) and self._stalled_ns is None:
             self.world.violation(f"{len(survivors)} children were left behind")
@@ -546,31 +576,6 @@ class SimLauncher:
         self._end(command.exit_code)
 
 
-def _machine_config(world: World) -> MachineConfig:
-    config = world.config
-    return MachineConfig(
-        world_size=config.num_ranks,
-        num_standbys=config.num_standbys,
-        limits=config.limits,
-        hot_every=config.hot_every,
-        min_world_size=config.min_world_size,
-        world_multiple=config.world_multiple,
-        tunes_deadlines=config.tunes_deadlines,
-    )
-
-
-def _run_started(world: World, *, is_resumed: bool) -> schema.RunStarted:
-    config = world.config
-    return schema.RunStarted(
-        nproc=config.num_ranks,
-        min_world_size=config.num_ranks if config.min_world_size is None else config.min_world_size,
-        num_standbys=config.num_standbys,
-        save_every_steps=config.save_every,
-        hot_every_steps=config.hot_every or 0,
-        config_digest="",
-        versions={},
-        limits=config.limits.flattened(),
-        resumed=is_resumed,
-        fresh=False,
-        num_nodes=config.num_hosts,
-    )
+def _begins(message: wire.WriteSave) -> Callable[[SimChild], None]:
+    """What a writer that hears of a save does."""
+    return lambda child: child.write(message) if isinstance(child, SimWriter) else None

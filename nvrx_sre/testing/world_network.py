@@ -4,9 +4,9 @@ Model: ranks on the leader's host have a socket of their own to the launcher. Ev
 a relay at its end: what its ranks say goes up in packets, one at once and then one every `RELAY_S` for as long as there
 is anything; what the launcher commands in answer to one input goes down in one packet a host. So the messages of a
 recovery grow with the hosts, not with the ranks, and a host that is cut off holds back both directions, in order,
-until the connection is back or given up.
+until the connection is back or given up (`world_nodes`).
 
-Must not: lose or reorder packets of one direction (TCP does not either).
+Must not: lose or reorder packets of one direction while the connection lasts (TCP does not either).
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Relay:
         """Packets to the launcher."""
         self.num_down = 0
         """Packets from the launcher."""
+        self.is_closed = False
+        """The connection has ended: what is on its way is lost."""
         self._world = world
         self._host = host
         self._waiting: list[Action] = []
@@ -81,6 +83,8 @@ class Relay:
         at_ns = max(at_ns, self._last_ns[way])
 
         def arrive() -> None:
+            if self.is_closed:
+                return
             if world.now_ns < host.cut_until_ns:
                 self._last_ns[way] = host.cut_until_ns
                 world.schedule_at(host.cut_until_ns, arrive)

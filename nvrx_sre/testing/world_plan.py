@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from nvrx_sre.core.limits import Deadlines, DeadlineTuning, Limits
+from nvrx_sre.core.limits import Deadlines, DeadlineTuning, Limits, NodeLimits
 from nvrx_sre.core.rng import Generator, seeded
-from nvrx_sre.events.schema import FaultClass, Phase
+from nvrx_sre.events.schema import FaultClass, Phase, RunStarted
+from nvrx_sre.launcher.machine import MachineConfig
 
 
 class SimKind(StrEnum):
@@ -24,6 +25,7 @@ class SimKind(StrEnum):
     HANG = "hang"
     HANG_NATIVE = "hang_native"
     SIGSTOP = "sigstop"
+    UNDYING = "undying"
     SLOW = "slow"
     NONFINITE = "nonfinite"
     USER_ERROR = "user_error"
@@ -51,6 +53,7 @@ class SimFault:
 
     It fires `times` times (0: on every pass), each time its condition is met. In a phase before the step loop it waits
     until the run has come to the step before `step`, so that it strikes a recovery. What a kind's name does not tell:
+    `undying` hangs in the kernel, so that it does not even die of SIGKILL for a while;
     `slow` takes a healthy rank half a deadline for one step; `unfit` makes the rank report itself unfit after the next
     teardown; `storage` fails the next save, `slow_disk` lets it take longer than its deadline, `corrupt` damages the
     newest commit; `link_flap` gives every rank a communication error without a death; after `bad_start` the next
@@ -70,6 +73,7 @@ SIMULATED_LIMITS = Limits(
         init_s=20.0, rendezvous_s=8.0, rebuild_s=8.0, load_s=8.0, first_step_s=8.0, step_s=6.0, data_s=6.0, save_s=20.0
     ),
     tuning=DeadlineTuning(num_samples=20, floor_s=4.0),
+    nodes=NodeLimits(lease_s=10.0, join_s=60.0, grace_s=8.0, leader_lost_s=30.0),
 )
 """Deadlines that fit the simulated pace; the caps are the real ones."""
 
@@ -80,7 +84,7 @@ class WorldConfig:
 
     num_ranks: int = 2
     num_hosts: int = 1
-    """Hosts in blocks of ranks; the leader's launcher and the writer live on the first."""
+    """Hosts that share the ranks evenly; the leader's launcher lives on the first."""
     num_steps: int = 40
     min_world_size: int | None = None
     """Fewest ranks that the run goes on with; None: all."""
@@ -97,6 +101,43 @@ class WorldConfig:
     late_report_rate: float = 0.0
     """Share of steps that a rank reports only once their capture is sealed: it may die, or be interrupted, before."""
     limits: Limits = SIMULATED_LIMITS
+
+
+def name_of(host: int) -> str:
+    """What the machines call a host."""
+    return f"host{host}"
+
+
+def machine_config(config: WorldConfig) -> MachineConfig:
+    """What a machine is told of the job."""
+    return MachineConfig(
+        world_size=config.num_ranks,
+        num_standbys=config.num_standbys,
+        num_nodes=config.num_hosts,
+        node=name_of(0),
+        limits=config.limits,
+        hot_every=config.hot_every,
+        min_world_size=config.min_world_size,
+        world_multiple=config.world_multiple,
+        tunes_deadlines=config.tunes_deadlines,
+    )
+
+
+def run_started(config: WorldConfig, *, is_resumed: bool) -> RunStarted:
+    """The record with which a launcher begins."""
+    return RunStarted(
+        nproc=config.num_ranks,
+        min_world_size=config.num_ranks if config.min_world_size is None else config.min_world_size,
+        num_standbys=config.num_standbys,
+        save_every_steps=config.save_every,
+        hot_every_steps=config.hot_every or 0,
+        config_digest="",
+        versions={},
+        limits=config.limits.flattened(),
+        resumed=is_resumed,
+        fresh=False,
+        num_nodes=config.num_hosts,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +168,7 @@ _LIGHT = (
     SimKind.HANG,
     SimKind.HANG_NATIVE,
     SimKind.SIGSTOP,
+    SimKind.UNDYING,
     SimKind.SLOW,
     SimKind.NONFINITE,
     SimKind.WRITER_KILL,
@@ -152,6 +194,7 @@ BLAMED: dict[SimKind, FaultClass] = {
     SimKind.HANG: FaultClass.HANG,
     SimKind.HANG_NATIVE: FaultClass.HANG,
     SimKind.SIGSTOP: FaultClass.HANG,
+    SimKind.UNDYING: FaultClass.HANG,
 }
 """Kinds that strike one rank at one moment, and what each must be told as."""
 _PHASES = (Phase.RENDEZVOUS, Phase.REBUILD, Phase.LOAD, Phase.FIRST_STEP)
@@ -170,7 +213,7 @@ def draw_scenario(seed: int, options: SwarmOptions) -> Scenario:
     """Job and faults of a seed: the same for the same seed and options."""
     rng = seeded(seed)
     num_ranks = rng.choice([size for size in (1, 2, 2, 3, 4) if size < options.num_ranks] + [options.num_ranks] * 2)
-    num_hosts = rng.randint(1, min(options.num_hosts, num_ranks))
+    num_hosts = rng.choice([number for number in range(1, options.num_hosts + 1) if num_ranks % number == 0])
     world_multiple = rng.choice((1, 1, 2)) if num_ranks > 2 else 1
     config = WorldConfig(
         num_ranks=num_ranks,
@@ -178,8 +221,7 @@ def draw_scenario(seed: int, options: SwarmOptions) -> Scenario:
         min_world_size=rng.choice((None, max(1, num_ranks // 2))),
         world_multiple=world_multiple if num_ranks % world_multiple == 0 else 1,
         tunes_deadlines=rng.random() < 0.3,
-        # A standby can become any rank of its node, not of another one.
-        num_standbys=rng.choice((0, 1, 2)) if num_hosts == 1 else 0,
+        num_standbys=rng.choice((0, 1, 2)),
         num_steps=rng.choice((40, 40, 40, 120)),
         save_every=rng.choice((5, 5, 12)),
         hot_every=rng.choice((1, 1, 1, 3, None)),

@@ -18,10 +18,9 @@ from nvrx_sre.checkpoint.slots import SlotHeader
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import NothingRestorable
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Phase, RejectReason, RestoredFrom, Role, SaveFailure, Tier
-from nvrx_sre.testing.world_disk import Commit, content
+from nvrx_sre.events.schema import Phase, RejectReason, RestoredFrom, Role, Tier
+from nvrx_sre.testing.world_disk import content
 from nvrx_sre.testing.world_faults import inject
-from nvrx_sre.testing.world_plan import SimKind
 
 if TYPE_CHECKING:
     from nvrx_sre.testing.world_launcher import SimLauncher
@@ -70,6 +69,8 @@ class SimChild:
         self.pid = self.world.new_pid()
         self.is_alive = True
         self.is_stopped = False
+        self.dies_from_ns = 0
+        """Before this it is in the kernel, where SIGKILL does not reach it."""
         self.is_started = False
         """The fork server has made it a process."""
         self.is_doomed = False
@@ -122,78 +123,6 @@ class SimChild:
     def on_leave(self) -> None:
         """Told to end in order."""
         self.later(0.001, 0.01, lambda: self.launcher.die(self, exit_code=0, signal=None))
-
-
-class SimWriter(SimChild):
-    """The durable writer: one save at a time, in stages, then retention. It stands for the writers of all hosts."""
-
-    def write(self, step: int, generation: int, slots: tuple[int, ...]) -> None:
-        """Begin a save; contents are read while it runs, so the slots must be left alone."""
-        mapped = list(self.launcher.slots)  # a mapping outlives the launcher's dropping of the slots
-        taken = [mapped[rank].contents[slot] for rank, slot in enumerate(slots)]
-        if any(item is None and mapped[rank].filling[slots[rank]] == step for rank, item in enumerate(taken)):
-            self.world.violation(f"step {step} was handed over while a rank still copied it")
-        if any(item is None or (item.step, item.generation) != (step, generation) for item in taken):
-            # Lost with its node, or overwritten before the launcher, which was behind, could hold it.
-            self.world.reach("a writer found a slot that held another step")
-            self.later(0.01, 0.1, lambda: self._report(step, "failed", SaveFailure.INTERRUPTED))
-            return
-
-        def written() -> None:
-            now = [mapped[rank].contents[slot] for rank, slot in enumerate(slots)]
-            if now != taken:
-                self.world.violation(f"slots of the held save of step {step} were overwritten")
-            self._report(step, "written")
-            self.later(0.01, 0.1, lambda: self._commit(step, generation, taken[0]))
-
-        low_s, high_s = (0.05, 1.5)
-        if self.world.fires(SimKind.SLOW_DISK, step):
-            self.world.reach("a save was overdue")
-            low_s = high_s = 2 * self.world.config.limits.deadlines.save_s
-        self.later(low_s, high_s, written)
-
-    def _commit(self, step: int, generation: int, taken: SlotHeader | None) -> None:
-        disk, world = self.world.disk, self.world
-        if world.fires(SimKind.STORAGE, step):
-            self._report(step, "failed", SaveFailure.STORAGE)
-            return
-        if disk.epoch > self.launcher.epoch or disk.is_abandoned(generation, step) or taken is None:
-            world.reach("a writer refused to commit an abandoned line")
-            self._report(step, "failed", SaveFailure.ABANDONED_LINE)
-            return
-        commit = Commit(step=step, generation=generation, epoch=self.launcher.epoch, content=taken)
-        disk.commit(commit)
-        self._report(step, "committed")
-        self.later(0.02, 0.3, lambda: self._verify(commit))
-
-    def _verify(self, commit: Commit) -> None:
-        commit.verified = True
-        self._report(commit.step, "verified")
-
-    def retain(self) -> None:
-        """Told to delete what is surplus: soon."""
-        self.later(0.01, 0.2, self._retain)
-
-    def _retain(self) -> None:
-        disk = self.world.disk
-        if disk.epoch > self.launcher.epoch:
-            return
-        for gone in disk.retain():
-            self.world.reach("retention deleted a checkpoint")
-            self.send(wire.Retired(step=gone.step, directory=gone.directory, seconds=0.01))
-
-    def _report(self, step: int, stage: str, reason: str = "") -> None:
-        self.send(
-            wire.WriterProgress(
-                step=step,
-                stage=stage,
-                directory=f"step-{step:08d}",
-                size_bytes=1,
-                seconds=0.1,
-                reason=reason,
-                message="",
-            )
-        )
 
 
 class SimWorker(SimChild):

@@ -23,6 +23,7 @@ from nvrx_sre.launcher.machine import Machine
 from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_faults import Faults
 from nvrx_sre.launcher.machine_job import Job
+from nvrx_sre.launcher.machine_nodes import Nodes
 from nvrx_sre.launcher.machine_progress import Progress
 from nvrx_sre.launcher.machine_recovery import Recovery
 from nvrx_sre.launcher.machine_roster import ChildState, Roster
@@ -46,6 +47,8 @@ class Planted:
     bug: str
     plant: Plant
     is_quick: bool = False
+    num_hosts: int = 1
+    """Most hosts of the jobs that must find it."""
 
 
 def instead(owner: Any, name: str, replacement: Any) -> Plant:
@@ -200,7 +203,7 @@ def generation_does_not_rise(original: Callable[..., Any], self: Recovery, seate
 
 def taken_while_held(self: Saves, sealed: Any, now_ns: int) -> None:
     """A due save is handed over although another one is held."""
-    if self._parked_writer() is not None:
+    if self._roster.parked(schema.Role.WRITER, 0) is not None:
         self._take(sealed, now_ns)
 
 
@@ -227,6 +230,39 @@ def same_epoch(self: Disk) -> int:
     """The exclusive creation is not exclusive."""
     self.epoch = max(1, self.epoch)
     return self.epoch
+
+
+def any_child_has_a_seat(self: Roster, child: Any) -> bool:
+    """A killed process is believed to be in the world, also when that is another one."""
+    return child.rank is not None
+
+
+def lost_is_there(original: Callable[..., Any], self: Nodes, node: int, reason: str, now_ns: int) -> Any:
+    """A lost node is still counted as there."""
+    lost = original(self, node, reason, now_ns)
+    self._job.absent.discard(node)
+    return lost
+
+
+def loss_is_not_told(original: Callable[..., Any], self: Machine, item: Any, now_ns: int) -> None:
+    """The loss of a node is noted, and its ranks are not replaced."""
+    self._nodes.lose(item.node, item.reason, now_ns)
+
+
+def returned_late(original: Callable[..., Any], self: Recovery, now_ns: int) -> None:
+    """A node that is back takes part only once another one is lost."""
+    if self._job.absent:
+        original(self, now_ns)
+
+
+def enough_is_all(self: Nodes) -> bool:
+    """The others are always enough."""
+    return True
+
+
+def one_share_is_all(original: Callable[..., Any], self: Saves, save: Any, now_ns: int) -> None:
+    """Only the writer of rank 0's node has to be there."""
+    original(self, replace(save, nodes=save.nodes[:1] * len(save.nodes)), now_ns)
 
 
 PLANTED: tuple[Planted, ...] = (
@@ -423,5 +459,59 @@ PLANTED: tuple[Planted, ...] = (
         machine="agreement",
         bug="the slot that the writer reads may be overwritten",
         plant=around(world_disk, "choose_slot", held_is_free),
+    ),
+    Planted(
+        machine="roster",
+        bug="a killed process that has lost its rank is left alone",
+        plant=instead(Roster, "has_seat", any_child_has_a_seat),
+    ),
+    Planted(
+        machine="nodes",
+        bug="a lost node is counted as there",
+        plant=around(Nodes, "lose", lost_is_there),
+        num_hosts=4,
+        is_quick=True,
+    ),
+    Planted(
+        machine="nodes",
+        bug="the loss of a node replaces nobody",
+        plant=around(Machine, "_on_node_lost", loss_is_not_told),
+        num_hosts=4,
+    ),
+    Planted(
+        machine="nodes",
+        bug="a node gets no time to come back",
+        plant=instead(Nodes, "_patience_s", lambda self: 0.0),
+        num_hosts=4,
+    ),
+    Planted(
+        machine="nodes",
+        bug="the others go on, however few they are",
+        plant=instead(Nodes, "_is_enough_there", enough_is_all),
+        num_hosts=4,
+    ),
+    Planted(
+        machine="nodes",
+        bug="a node that is back stays out of the world",
+        plant=around(Recovery, "take_back_nodes", returned_late),
+        num_hosts=4,
+    ),
+    Planted(
+        machine="nodes",
+        bug="hot slots of a lost node are still offered",
+        plant=instead(Machine, "_lose_slots", nothing),
+        num_hosts=4,
+    ),
+    Planted(
+        machine="nodes",
+        bug="a node that is waited for is waited for without end",
+        plant=instead(Nodes, "deadline_ns", nothing),
+        num_hosts=4,
+    ),
+    Planted(
+        machine="saves",
+        bug="a save leaves out the shares of other nodes",
+        plant=around(Saves, "_hand_over", one_share_is_all),
+        num_hosts=4,
     ),
 )

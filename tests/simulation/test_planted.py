@@ -12,15 +12,15 @@ from tests.simulation.planted import PLANTED, Planted
 
 MAX_SEEDS = 300
 """Seeds within which each bug must show; most show within five."""
-OPTIONS = SwarmOptions(num_ranks=4)
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "simulation.md"
 
 
 def seeds_until_found(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     """Seeds it takes, and the first problem of the one that finds it."""
     planted.plant(monkeypatch)
+    options = SwarmOptions(num_ranks=4, num_hosts=planted.num_hosts)
     for seed in range(MAX_SEEDS):
-        problems = simulate_seed(seed, OPTIONS).problems
+        problems = simulate_seed(seed, options).problems
         if problems:
             return seed + 1, problems[0]
     return 0, ""
