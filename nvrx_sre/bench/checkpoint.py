@@ -292,11 +292,13 @@ class Benchmark:
         for kind, case in (("warm", "warm slot"), ("fresh", "fresh process"), ("durable", "durable")):
             if not found[kind]:
                 raise InternalError(f"the benchmark's run restored nothing of kind {kind!r}")
-            took_s = statistics.median(found[kind])
+            samples = [stamp.duration_s for stamp in found[kind]]
+            took_s = statistics.median(samples)
             note = f"{copy_s / took_s:.0%} of memcpy bandwidth"
             if kind == "durable":
                 note = f"{took_s / slower_s:.2f} x the slower of disk read and checksum"
-            rows.append(self._row(found[kind], OURS, f"restore {case}", "s", note))
+            note += f": {reading.parts_note(found[kind])}"
+            rows.append(self._row(samples, OURS, f"restore {case}", "s", note))
         return rows
 
     # --- memory -------------------------------------------------------------------------------------------

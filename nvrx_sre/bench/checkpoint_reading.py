@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nvrx_sre.core.clock import seconds
@@ -67,6 +67,8 @@ class Stamp:
     due: int = 0
     num_bytes: int = 0
     pid: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by part of what was restored."""
 
     @property
     def duration_s(self) -> float:
@@ -239,8 +241,8 @@ def efficiency(
     )
 
 
-def restores(ranks: Sequence[Sequence[Stamp]], sources: Sequence[RestoredFrom]) -> dict[str, list[float]]:
-    """Seconds of each restore, by kind: `warm` and `fresh` (hot tier), `durable`.
+def restores(ranks: Sequence[Sequence[Stamp]], sources: Sequence[RestoredFrom]) -> dict[str, list[Stamp]]:
+    """Each restore by kind: `warm` and `fresh` (hot tier), `durable`.
 
     `sources`: what each generation restored, in order. Fresh: of a process that had restored nothing before; the
     others are those of the slowest rank. Raises `InternalError` if stamps and generations do not match.
@@ -248,17 +250,29 @@ def restores(ranks: Sequence[Sequence[Stamp]], sources: Sequence[RestoredFrom]) 
     per_rank = [[stamp for stamp in stamps if stamp.kind == "restored"] for stamps in ranks]
     if any(len(stamps) != len(sources) for stamps in per_rank):
         raise InternalError("the benchmark's run has generations whose ranks did not all restore")
-    found: dict[str, list[float]] = {"warm": [], "fresh": [], "durable": []}
+    found: dict[str, list[Stamp]] = {"warm": [], "fresh": [], "durable": []}
     seen: list[set[int]] = [set() for _ in ranks]
     for source, together in zip(sources, zip(*per_rank, strict=True), strict=True):
-        fresh = [stamp.duration_s for stamp, pids in zip(together, seen, strict=True) if stamp.pid not in pids]
+        fresh = [stamp for stamp, pids in zip(together, seen, strict=True) if stamp.pid not in pids]
         if source is RestoredFrom.DURABLE:
-            found["durable"].append(max(stamp.duration_s for stamp in together))
+            found["durable"].append(_slowest(together))
         elif source is RestoredFrom.HOT:
-            found["fresh" if fresh else "warm"].append(max(fresh or (stamp.duration_s for stamp in together)))
+            found["fresh" if fresh else "warm"].append(_slowest(fresh or together))
         for stamp, pids in zip(together, seen, strict=True):
             pids.add(stamp.pid)
     return found
+
+
+def _slowest(stamps: Iterable[Stamp]) -> Stamp:
+    return max(stamps, key=lambda stamp: stamp.duration_s)
+
+
+def parts_note(stamps: Sequence[Stamp]) -> str:
+    """Where the time of these restores went: the median of each part, and what no part accounts for."""
+    names = list(dict.fromkeys(name for stamp in stamps for name in stamp.parts))
+    medians_s = {name: statistics.median(stamp.parts.get(name, 0.0) for stamp in stamps) for name in names}
+    medians_s["other"] = statistics.median(stamp.duration_s - sum(stamp.parts.values()) for stamp in stamps)
+    return ", ".join(f"{name} {part_s * 1000:.1f}" for name, part_s in medians_s.items()) + " ms"
 
 
 def copies(ranks: Sequence[Sequence[Stamp]]) -> tuple[list[float], int]:

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from nvrx_sre.bench.checkpoint_peers import Saver, make_saver
 from nvrx_sre.bench.checkpoint_reading import KILL_AFTER_S, Stamp
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.session import Context, resilient
+from nvrx_sre.session.process import current
 
 NUM_COPIES = 5
 """Copies that the memory bandwidth is the median of."""
@@ -89,7 +90,7 @@ class Stamps:
         self.was_killed = path.exists() and '"kind": "kill"' in path.read_text()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
-    def add(self, kind: str, step: int, start_ns: int, **values: int) -> None:
+    def add(self, kind: str, step: int, start_ns: int, **values: Any) -> None:
         """Record what began at `start_ns` and ends now."""
         stamp = Stamp(kind=kind, step=step, start_ns=start_ns, end_ns=self.clock.monotonic_ns(), **values)
         os.write(self._descriptor, json.dumps(vars(stamp)).encode() + b"\n")
@@ -132,7 +133,10 @@ class Training:
         dist.barrier()
         start_ns = self._stamps.now_ns()
         step = self._ctx.restore()
-        self._stamps.add("restored", step, start_ns, pid=os.getpid())
+        process = current()
+        self._stamps.add(
+            "restored", step, start_ns, pid=os.getpid(), parts=process.restore_parts_s if process is not None else {}
+        )
 
     def run(self) -> None:
         """All windows that are not behind us; a run that has ended already only restores."""

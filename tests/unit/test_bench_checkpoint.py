@@ -145,18 +145,32 @@ def test_restores_are_told_apart_by_process_and_tier() -> None:
     def restored(step: int, cost: float, pid: int) -> Stamp:
         return stamp("restored", step, 0, cost, pid=pid)
 
+    def seconds_of(found: dict[str, list[Stamp]]) -> dict[str, list[float]]:
+        return {kind: [item.duration_s for item in stamps] for kind, stamps in found.items()}
+
     ranks = [
         [restored(0, 9, 1), restored(5, 0.2, 1), restored(8, 0.3, 1), restored(9, 0.7, 3)],
         [restored(0, 9, 2), restored(5, 0.4, 2), restored(8, 0.5, 7), restored(9, 0.6, 4)],
     ]
     sources = [RestoredFrom.FRESH, RestoredFrom.HOT, RestoredFrom.HOT, RestoredFrom.DURABLE]
-    assert reading.restores(ranks, sources) == {
+    assert seconds_of(reading.restores(ranks, sources)) == {
         "warm": [pytest.approx(0.4)],
         "fresh": [pytest.approx(0.5)],
         "durable": [pytest.approx(0.7)],
     }
     with pytest.raises(InternalError, match="did not all restore"):
         reading.restores(ranks, sources[:-1])
+
+
+def test_parts_of_restores_add_up_in_their_note() -> None:
+    """Medians by part, in the order in which they came; the rest has a name as well."""
+
+    def restored(cost: float, plan: float, fill: float) -> Stamp:
+        made = stamp("restored", 1, 0, cost)
+        return dataclasses.replace(made, parts={"plan": plan, "fill": fill})
+
+    stamps = [restored(0.06, 0.01, 0.045), restored(0.1, 0.02, 0.07), restored(0.05, 0.01, 0.04)]
+    assert reading.parts_note(stamps) == "plan 10.0, fill 45.0, other 5.0 ms"
 
 
 def test_memory_is_slots_and_what_a_run_without_saves_does_not_hold() -> None:
