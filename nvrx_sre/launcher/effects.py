@@ -197,6 +197,7 @@ class Effects:
                     epoch=self._epoch,
                 ),
             )
+        self._store.make_ready()
 
     def _headers(self, world_size: int) -> Sequence[Sequence[SlotHeader | None]]:
         """Slots of every rank; a rank without slots has an empty row."""
