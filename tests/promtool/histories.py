@@ -803,6 +803,7 @@ def clocks(v: Values) -> list[Run]:
     step, limit = v.stalled_ratio * DEADLINES["step"], v.recovery_overdue_ratio * RECOVERY_S
     forming = v.rendezvous_ratio * DEADLINES["rendezvous"] + v.rendezvous_for_s
     ahead, behind = {"ahead_s": 300.0}, {"ahead_s": -300.0, "pods": (("pod-0", 690, END),)}
+    loop = (catalog.LAUNCHER_LOOP.name,)
     gap = {"lost": (900, 1_080, 10**6)}
     recovery = [(600, "fault"), (601, "redo"), (605, "progress")]
     rendezvous = [(1_200, "fault"), (1_210, "rendezvous")]
@@ -813,6 +814,7 @@ def clocks(v: Values) -> list[Run]:
         Run("gap-of-three-minutes", BEGIN, **gap),
         Run("gap-in-a-recovery", [*BEGIN, (890, "fault"), (892, "redo"), (1_075, "progress")], **gap),
         Run("gap-of-a-run-without-steps-for-long", [*stop, (690, "train")], **gap),
+        Run("shown-by-an-exporter", fault, {OVERDUE: [(600 + limit, END)]}, levels={loop: lambda now: None}),
         Run("stalled-ahead", stop, {**skewed, STALLED: [(600 + step, END)]}, **ahead),
         Run("stalled-behind", [*late, (1_200, "stop")], {**later, STALLED: [(1_200 + step, END)]}, **behind),
         Run("overdue-ahead", fault, {**skewed, OVERDUE: [(600 + limit, END)]}, **ahead),
@@ -835,7 +837,7 @@ def clocks(v: Values) -> list[Run]:
             "launcher-stuck-ahead",
             BEGIN,
             {**skewed, STUCK: [(900 + stuck_after_s(v), END)]},
-            levels={(catalog.LAUNCHER_LOOP.name,): lambda now: min(now, 900.0)},
+            levels={loop: lambda now: min(now, 900.0)},
             **ahead,
         ),
     ]

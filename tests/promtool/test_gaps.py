@@ -4,6 +4,7 @@ ends it, nor raises one.
 
 from __future__ import annotations
 
+from nvrx_sre.telemetry import catalog
 from tests.promtool.fleet import END, Run
 from tests.promtool.histories import BEGIN, CRASH, HALT, LOOP, LOW, MISSING
 from tests.promtool.test_alert_rules import QUICK, check
@@ -49,6 +50,23 @@ def test_c67_an_endpoint_that_answers_now_and_then_is_neither_missing_nor_silenc
         Run("healthy-one-of-four", BEGIN, lost=(0, END, 4)),
         Run("loops-two-of-three", LOOPS, fires=TOLD, lost=(0, END, 0)),
         Run("gone", BEGIN, fires={MISSING: [(900 + QUICK.target_missing_s, END)]}, pods=(("pod-0", 0, 900),)),
+    )
+
+
+def test_a_leader_that_stands_still_is_no_alarm_once_another_leads() -> None:
+    """It does not notice that it was superseded, and goes on to serve what it knew."""
+    before = {(catalog.LAUNCHER_LOOP.name,): lambda now: min(now, 900.0)}
+    passes(
+        Run("moved", BEGIN, levels=before, pods=(("pod-0", 0, END),)),
+        Run("moved", [*BEGIN, (950, "start"), (955, "train")], pods=(("pod-1", 960, END),)),
+    )
+
+
+def test_an_exporter_with_another_clock_lends_a_run_none() -> None:
+    """The launcher's own is taken, also between two of its scrapes."""
+    passes(
+        Run("both", BEGIN, lost=(0, END, 0)),
+        Run("both", BEGIN, levels={(catalog.LAUNCHER_LOOP.name,): lambda now: None}, pods=(("e", 0, END),), ahead_s=25),
     )
 
 
