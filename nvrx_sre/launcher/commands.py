@@ -76,10 +76,14 @@ class Stalled(Input):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeJoined(Input):
-    """A node is there and can run children. `name`: of its host; the leader's own node never joins."""
+    """A node is there and can run children. `name`: of its host; the leader's own node never joins.
+
+    `gpu_uuids`: its devices by local index, where they are known.
+    """
 
     node: int
     name: str
+    gpu_uuids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,15 @@ class NodeLost(Input):
     reason: str
     mono_ns: int
     """When it was last heard of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceUnfit(Input):
+    """The device with this index on this node should have no rank, for a reason that names it."""
+
+    node: int
+    index: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

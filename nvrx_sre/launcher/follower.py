@@ -17,7 +17,7 @@ import contextlib
 import os
 import selectors
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,19 @@ from nvrx_sre.core import processes
 from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import ExitCode, StorageError, UserError
-from nvrx_sre.core.ids import device_id
 from nvrx_sre.core.rng import seeded
 from nvrx_sre.events import channel as wire
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import link_codec
 from nvrx_sre.launcher.child_watch import ChildWatch
 from nvrx_sre.launcher.config import NodesConfig, RunConfig
+from nvrx_sre.launcher.device_watch import DeviceWatch
 from nvrx_sre.launcher.handshake import Claims
 from nvrx_sre.launcher.host import HostSampler, node_name, pod_name
 from nvrx_sre.launcher.leader_link import BEAT_S
 from nvrx_sre.launcher.leader_search import Found, LeaderSearch, NotFound, Signalled, Where
 from nvrx_sre.launcher.link import LinkLost
+from nvrx_sre.launcher.machine_job import devices_of_node
 from nvrx_sre.launcher.network import interface_of
 from nvrx_sre.launcher.node import Node, chosen_interface, parent_environment
 from nvrx_sre.launcher.node_readings import NodeReadings
@@ -80,18 +81,19 @@ def follow(config: RunConfig, nodes: NodesConfig, say: Callable[[str], None]) ->
     telemetry = FollowerTelemetry(config.run, config.limits, clock, at, config.metrics_security, mode)
     where = Where(host=nodes.leader_host, port=nodes.leader_port, token_file=nodes.token_file)
     signals = SignalPipe()
+    devices = DeviceWatch(parent_environment(), telemetry.boundary)
     try:
         search = LeaderSearch(where, clock, signals, seeded(os.getpid()), say)
         until_ns = clock.monotonic_ns() + to_ns(limits.join_s)
         while True:
-            found = search.find(lambda: _claims(config, nodes, clock), until_ns)
+            found = search.find(lambda: _claims(config, nodes, clock, devices), until_ns)
             _check_directory(directory, found)
             directory.end_leftovers()
             _write_where(directory, config, telemetry, found.answer.epoch)
             say(f"joined leader {where} as node {nodes.node_rank} of {nodes.num_nodes}")
             with _Membership(config, directory, clock, signals, found) as membership:
                 membership.node.stacks.boundary = telemetry.boundary
-                parted = membership.serve(telemetry)
+                parted = membership.serve(telemetry, devices, nodes.node_rank)
             if parted.stop is not None:
                 return FollowerReport(exit_code=parted.stop.exit_code, reason=parted.stop.reason)
             if membership.signal is not None:
@@ -106,10 +108,11 @@ def follow(config: RunConfig, nodes: NodesConfig, say: Callable[[str], None]) ->
         return FollowerReport(exit_code=code, reason="interrupted" if by_person else "preempted, without a leader")
     finally:
         signals.close()
+        devices.close()
         telemetry.close()
 
 
-def _claims(config: RunConfig, nodes: NodesConfig, clock: Clock) -> Claims:
+def _claims(config: RunConfig, nodes: NodesConfig, clock: Clock, devices: DeviceWatch) -> Claims:
     pid = os.getpid()
     return Claims(
         run=config.run,
@@ -120,6 +123,7 @@ def _claims(config: RunConfig, nodes: NodesConfig, clock: Clock) -> Claims:
         version=__version__,
         mono_ns=clock.monotonic_ns(),
         settings=config.shared_settings(),
+        gpu_uuids=list(devices.first()),
     )
 
 
@@ -151,6 +155,8 @@ class _Membership:
         self.signal: int | None = None
         """Termination signal that came, if any."""
         self._limits = config.limits
+        self._nproc = config.nproc
+        self._unfit_told: set[int] = set()
         self._directory = directory
         self._clock = clock
         self._signals = signals
@@ -178,14 +184,15 @@ class _Membership:
         self.node.close()
         self._link.close()
 
-    def serve(self, telemetry: FollowerTelemetry) -> _Parted:
+    def serve(self, telemetry: FollowerTelemetry, devices: DeviceWatch, node_rank: int) -> _Parted:
         """Block until the run ends or the link does."""
         self._take()  # what came right behind the handshake has been read from the socket already
-        with contextlib.closing(HostSampler(telemetry, self._directory.path, self._clock)) as sampler:
+        with contextlib.closing(HostSampler(telemetry, self._directory.path, self._clock, devices)) as sampler:
             while self._stop is None and not self._ended:
                 self._turn()
                 telemetry.loop_turned()
-                self._tell_ranks(telemetry, sampler)
+                self._tell_ranks(telemetry, sampler, devices.snapshot().uuids)
+                self._tell_unfit(devices.unfit(), node_rank)
         return _Parted(stop=self._stop, reason=self._ended, heard_ns=self._heard_ns)
 
     def _turn(self) -> None:
@@ -205,14 +212,21 @@ class _Membership:
         if self._watch.is_to_die:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _tell_ranks(self, telemetry: FollowerTelemetry, sampler: HostSampler) -> None:
+    def _tell_unfit(self, unfit: Mapping[int, str], node_rank: int) -> None:
+        """Each device once a membership: another leader has not heard of it."""
+        for index in unfit.keys() - self._unfit_told:
+            self._unfit_told.add(index)
+            self._send(c.DeviceUnfit(node=node_rank, index=index, reason=unfit[index]))
+
+    def _tell_ranks(self, telemetry: FollowerTelemetry, sampler: HostSampler, uuids: Sequence[str]) -> None:
         """Twice a second: where this node's ranks run, and what was last heard of them."""
         now_ns = self._clock.monotonic_ns()
         if now_ns < self._next_look_ns:
             return
         self._next_look_ns = now_ns + to_ns(TURN_S)
         node = node_name()
-        devices = {rank: device_id(node, index) for rank, index in self.node.places().items()}
+        named = devices_of_node(node, self._nproc, uuids)
+        devices = {rank: named[index] for rank, index in self.node.places().items()}
         telemetry.board.set_places(node, devices, pod_name(parent_environment()))
         slots = self.node.slots.files().values()
         sampler.tell_ranks(self._readings.of_ranks(self.node.pids()), sum(file.size_bytes for file in slots))

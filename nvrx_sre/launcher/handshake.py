@@ -46,6 +46,8 @@ class Claims:
     """Its monotonic clock."""
     settings: dict[str, str] = field(default_factory=dict)
     """What must be the same on all nodes, by the name that a person knows it by."""
+    gpu_uuids: list[str] = field(default_factory=list)
+    """Its devices by local index, where they are known."""
 
     @property
     def identity(self) -> tuple[str, int, int]:

@@ -15,9 +15,10 @@ from typing import Protocol
 
 from nvrx_sre.checkpoint.memory import memory_in_force
 from nvrx_sre.core.clock import Clock, SystemClock, seconds
+from nvrx_sre.launcher.device_watch import DeviceWatch
 from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.catalog import Component
-from nvrx_sre.telemetry.node_board import HostReading, NodeBoard, RankReading
+from nvrx_sre.telemetry.node_board import DeviceTotals, HostReading, NodeBoard, RankReading
 
 SAMPLE_S = 1.0
 SHM = Path("/dev/shm")
@@ -62,11 +63,12 @@ class Sampled(Protocol):
 class HostSampler:
     """Feeds the board of `telemetry` until it is closed."""
 
-    def __init__(self, telemetry: Sampled, run_dir: Path, clock: Clock) -> None:
+    def __init__(self, telemetry: Sampled, run_dir: Path, clock: Clock, devices: DeviceWatch) -> None:
         self._hot_slots_bytes = 0
         self._telemetry = telemetry
         self._run_dir = run_dir
         self._clock = clock
+        self._devices = devices
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._main, name="nvrx-host", daemon=True)
         self._thread.start()
@@ -94,6 +96,15 @@ class HostSampler:
             clock_skew_s=seconds(SystemClock().wall_ns() - self._clock.wall_ns()),
         )
         memory = {pid: resident_bytes(pid) for pid in board.pids()}
+        devices = self._devices.snapshot()
+        board.set_devices(
+            DeviceTotals(
+                num_seen=len(devices.uuids),
+                num_unfit=devices.num_unfit,
+                num_throttled=devices.num_throttled,
+                errors=devices.errors,
+            )
+        )
         board.set_host(reading, {pid: size for pid, size in memory.items() if size is not None})
 
     def _main(self) -> None:

@@ -265,7 +265,7 @@ class LeaderLink:
         member.clock.observe(pending.since_ns, claims.mono_ns, now_ns)
         self._members[member.node] = member
         self._watch(member.link, member)
-        self._put(c.NodeJoined(node=member.node, name=claims.node))
+        self._put(c.NodeJoined(node=member.node, name=claims.node, gpu_uuids=tuple(claims.gpu_uuids)))
 
     def _drop(self, pending: _Pending) -> None:
         self._pending.remove(pending)

@@ -58,7 +58,7 @@ _TYPES: dict[str, type[Any]] = {
         *(c.Spawn, c.AssignRank, c.Tell, c.TellWriter, c.RequestStacks, c.Kill, c.GrantSlots, c.DropSlots),
         *(c.PublishSealed, c.StrandSlots, c.HoldSlots, c.ReleaseSlots, c.SetHotInterval, c.ReleaseBoundary, c.Stop),
         *(c.NoteLateness, c.KeepStacks),
-        *(c.Spawned, c.Exited, c.SignalReceived, Headers),
+        *(c.Spawned, c.Exited, c.SignalReceived, c.DeviceUnfit, Headers),
     )
 }
 _HINTS = {name: typing.get_type_hints(cls) for name, cls in _TYPES.items()}

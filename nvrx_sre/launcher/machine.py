@@ -85,7 +85,7 @@ class Machine:
             c.SignalReceived: self._on_signal,
             c.HaltSeen: self._on_halt,
             c.Stalled: self._on_stalled,
-            c.NodeJoined: lambda item, now_ns: self._nodes.join(item.node, item.name, now_ns),
+            c.NodeJoined: lambda item, now_ns: self._nodes.join(item.node, item.name, now_ns, item.gpu_uuids),
             c.NodeLost: self._on_node_lost,
             c.DeviceUnfit: self._on_device_unfit,
             c.Tick: self._on_tick,

@@ -8,6 +8,7 @@ except that `PublishSealed` and then `StrandSlots` leave last (the slots of a sa
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -55,6 +56,10 @@ class MachineConfig:
     """Nodes that share the ranks evenly, in their order; this one is node 0, the others join."""
     hot_every: int | None = 1
     """Steps between hot captures, 0 for none, None to have it chosen by measurement."""
+    gpu_uuids: tuple[str, ...] = ()
+    """UUIDs of this node's devices by local index, where they are known."""
+    unfit: Mapping[int, str] = field(default_factory=dict)
+    """Devices of this node, by local index, that should have no rank, and why."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -64,8 +69,15 @@ class MachineConfig:
     @property
     def devices(self) -> tuple[str, ...]:
         """Identities of all devices, node by node, by local index; nodes that have not joined are called by number."""
-        names = [self.node, *(unknown_node(number) for number in range(1, self.num_nodes))]
-        return tuple(device_id(name, index) for name in names for index in range(self.ranks_per_node))
+        own = devices_of_node(self.node, self.ranks_per_node, self.gpu_uuids)
+        others = (unknown_node(number) for number in range(1, self.num_nodes))
+        return (*own, *(device for name in others for device in devices_of_node(name, self.ranks_per_node, ())))
+
+
+def devices_of_node(name: str, num_devices: int, gpu_uuids: Sequence[str]) -> tuple[str, ...]:
+    """Identities of a node's devices by local index: by UUID if each rank has a device of its own, else by index."""
+    has_own = num_devices <= len(gpu_uuids)
+    return tuple(device_id(name, index, gpu_uuids[index] if has_own else None) for index in range(num_devices))
 
 
 def unknown_node(number: int) -> str:
@@ -111,6 +123,10 @@ class Job:
     """Nodes that are not there."""
     left_out: set[int] = field(default_factory=set)
     """Nodes that the world does without, whether they have come back or not."""
+    unfit: dict[str, str] = field(default_factory=dict)
+    """Devices that should have no rank, and why; they have one while the world is too small without them."""
+    unused: set[str] = field(default_factory=set)
+    """Those of them that the world does without."""
     _commands: list[Command] = field(default_factory=list)
     _publish: int | None = None
     _strand: int | None = None
@@ -124,6 +140,10 @@ class Job:
         per_node = self.config.ranks_per_node
         self._places = {device: divmod(index, per_node) for index, device in enumerate(self.config.devices)}
         self.absent = set(range(1, self.config.num_nodes))
+        for index, reason in self.config.unfit.items():
+            self.unfit[self.device_at(0, index)] = reason
+        self.devices = self.devices_without("")
+        self.leave_unfit_out()
         self.devices = self.devices_without("")
 
     @property
@@ -138,7 +158,20 @@ class Job:
     def devices_of(self, left_out: set[int], device: str = "") -> tuple[str, ...]:
         """The same with the nodes of `left_out` left out."""
         usable = (item for item, (node, _) in self._places.items() if node not in left_out)
-        return members(usable, {device, *self.history.excluded}, self.config.world_multiple)
+        return members(usable, {device, *self.history.excluded, *self.unused}, self.config.world_multiple)
+
+    def leave_unfit_out(self) -> list[str]:
+        """Let the coming worlds do without unfit devices, as far as they are large enough then; the devices."""
+        left_out = []
+        for device in self.unfit:
+            if device not in self.unused and self.can_exclude(device):  # each one leaves less for the next
+                self.unused.add(device)
+                left_out.append(device)
+        return left_out
+
+    def device_at(self, node: int, index: int) -> str:
+        """Identity of a device, '' if the node has no such rank."""
+        return next((device for device, place in self._places.items() if place == (node, index)), "")
 
     def is_enough(self, devices: tuple[str, ...]) -> bool:
         """A world of these devices may go on."""
@@ -149,13 +182,12 @@ class Job:
         """The world without `device` is smaller, and large enough."""
         return device in self.devices and self.is_enough(self.devices_without(device))
 
-    def name_node(self, node: int, name: str) -> str:
+    def name_node(self, node: int, name: str, gpu_uuids: Sequence[str] = ()) -> str:
         """The node has joined: its devices are called by its name from now on, with its number where that is taken."""
         others = {node_of(device) for device, (of_node, _) in self._places.items() if of_node != node}
         name = f"{name}-{node}" if name in others else name
-        renamed = {
-            device: device_id(name, index) for device, (of_node, index) in self._places.items() if of_node == node
-        }
+        new = devices_of_node(name, self.config.ranks_per_node, gpu_uuids)
+        renamed = {device: new[index] for device, (of_node, index) in self._places.items() if of_node == node}
         self._places = {renamed.get(device, device): place for device, place in self._places.items()}
         self.devices = tuple(renamed.get(device, device) for device in self.devices)
         return name

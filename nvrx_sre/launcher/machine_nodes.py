@@ -35,12 +35,12 @@ class Nodes:
         """The launcher begins to wait."""
         self._since_ns = now_ns
 
-    def join(self, node: int, name: str, now_ns: int) -> None:
+    def join(self, node: int, name: str, now_ns: int, gpu_uuids: tuple[str, ...] = ()) -> None:
         """The node is there."""
         job = self._job
         self._since_ns = now_ns
         job.absent.discard(node)
-        called = job.name_node(node, name)
+        called = job.name_node(node, name, gpu_uuids)
         job.emit(NodeJoined(node=called, node_rank=node, missing=len(job.absent)), generation=job.pending)
         if job.stage is Stage.STOPPING:
             return

@@ -15,6 +15,8 @@ keeps the pending number. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.schema import (
     FaultClass,
@@ -73,6 +75,7 @@ class Recovery:
         if decision.is_excluding:
             self._exclude(decision, fault, now_ns)
         elif was_open:
+            self.tell_unused(job.leave_unfit_out())
             self.take_back_nodes(now_ns)
         if decision.layer is Layer.WORKER:
             self._kill_for_layer(fault, now_ns)
@@ -218,6 +221,14 @@ class Recovery:
             None if fault.root is None else fault.root.rank,
         )
         self.plan(devices, now_ns)
+
+    def tell_unused(self, devices: Iterable[str]) -> None:
+        """These devices take no further part: a check of the node found them unfit, before or beside any fault."""
+        job = self._job
+        for device in devices:
+            rank = job.devices.index(device) if device in job.devices else None
+            world_size = len(job.devices_without(""))
+            job.emit(RankExcluded(device=device, reason=job.unfit[device], world_size=world_size), rank)
 
     @property
     def is_changing_world(self) -> bool:

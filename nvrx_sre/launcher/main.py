@@ -35,6 +35,7 @@ from nvrx_sre.events.schema import (
 from nvrx_sre.launcher.braking import BrakeConsent, write_consent
 from nvrx_sre.launcher.commands import Stop
 from nvrx_sre.launcher.config import NodesConfig, RunConfig
+from nvrx_sre.launcher.device_watch import DeviceWatch
 from nvrx_sre.launcher.host import HostSampler, node_name, pod_name
 from nvrx_sre.launcher.leader_link import LinkConfig, listen
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart
@@ -46,6 +47,7 @@ from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
 from nvrx_sre.launcher.token import make_token
 from nvrx_sre.policy.membership import members
+from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
 from nvrx_sre.telemetry.node_board import rank_metrics_in_force
@@ -80,10 +82,13 @@ def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
         if config.nodes is not None:
             links = link_config(config, config.nodes, epoch.number)
             stack.callback(links.listener.close)
+        devices = DeviceWatch(parent_environment(), Boundary(SystemClock()))
+        stack.callback(devices.close)
         past = read_past(directory, config.run, directory.end_leftovers())
-        refused = _refusal(directory, past, config)
+        start = _Start(directory=directory, epoch=epoch, past=past, links=links, devices=devices)
+        refused = _refusal(start, config)
         if not refused:
-            return _run_epoch(config, directory, epoch, past, links, sinks)
+            return _run_epoch(config, start, sinks)
         if links is not None:
             turn_away(links, SystemClock(), Stop(exit_code=ExitCode.DO_NOT_RESTART, reason=refused, result={}))
         return RunReport(
@@ -91,12 +96,25 @@ def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
         )
 
 
-def _refusal(directory: RunDirectory, past: Past, config: RunConfig) -> str:
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What one epoch of a run begins with."""
+
+    directory: RunDirectory
+    epoch: Epoch
+    past: Past
+    links: LinkConfig | None
+    devices: DeviceWatch
+
+
+def _refusal(start: _Start, config: RunConfig) -> str:
+    directory, past = start.directory, start.past
     stopped = past.folds.past.stop_reason
     if directory.halt.exists() or (stopped and not config.start_fresh):
         why = stopped or "a halt was requested"
         return f"run {config.run} was stopped: {why}; `nvrx-sre resume {directory.path} --reason TEXT` lets it go on"
-    world = members(_machine_config(config).devices, past.folds.history.excluded, config.world_multiple)
+    devices = _machine_config(config, start.devices).devices
+    world = members(devices, past.folds.history.excluded, config.world_multiple)
     if len(world) < config.min_world_size:
         excluded = ", ".join(past.folds.history.excluded)
         return (
@@ -106,14 +124,8 @@ def _refusal(directory: RunDirectory, past: Past, config: RunConfig) -> str:
     return ""
 
 
-def _run_epoch(
-    config: RunConfig,
-    directory: RunDirectory,
-    epoch: Epoch,
-    past: Past,
-    links: LinkConfig | None,
-    sinks: Sequence[Sink],
-) -> RunReport:
+def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunReport:
+    directory, epoch, past = start.directory, start.epoch, start.past
     clock = SystemClock()
     is_first_start = not past.folds.past.has_records
     telemetry = start_telemetry(config, epoch.number, sinks, clock, is_first_start=is_first_start)
@@ -122,12 +134,15 @@ def _run_epoch(
         telemetry.board.set_leftovers(past.num_leftovers)
         recorder = Recorder(config, epoch.number, clock, past.folds, telemetry)
         _announce(config, directory, epoch, past, recorder, telemetry)
-        machine = Machine(_machine_config(config), past.folds.history, _machine_start(config, past, clock))
+        start.devices.boundary = telemetry.boundary
+        machine_config = _machine_config(config, start.devices)
+        machine = Machine(machine_config, past.folds.history, _machine_start(config, past, clock))
         shell = Shell(config, directory, clock, machine, recorder, epoch.number)
         shell.loop_turned = telemetry.loop_turned
-        if links is not None:
-            shell.listen(links)
-        with contextlib.closing(HostSampler(telemetry, directory.path, clock)) as sampler:
+        shell.unfit_devices = start.devices.unfit
+        if start.links is not None:
+            shell.listen(start.links)
+        with contextlib.closing(HostSampler(telemetry, directory.path, clock, start.devices)) as sampler:
             shell.tell_ranks = sampler.tell_ranks
             stop = shell.run()
         recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
@@ -245,7 +260,7 @@ def _announce(
         recorder.emit(RolledBack(step=0, high_water=0, source=RestoredFrom.FRESH), generation + 1)
 
 
-def _machine_config(config: RunConfig) -> MachineConfig:
+def _machine_config(config: RunConfig, devices: DeviceWatch) -> MachineConfig:
     return MachineConfig(
         world_size=config.world_size,
         num_nodes=config.num_nodes,
@@ -258,6 +273,8 @@ def _machine_config(config: RunConfig) -> MachineConfig:
         world_multiple=config.world_multiple,
         tunes_deadlines=config.tunes_deadlines,
         node=node_name(),
+        gpu_uuids=devices.first(),
+        unfit=devices.unfit(),
     )
 
 

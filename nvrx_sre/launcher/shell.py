@@ -169,6 +169,9 @@ class Shell:
         self.loop_turned: Callable[[], None] = lambda: None
         self.tell_ranks: Callable[[Mapping[int, RankReading], int], None] = lambda _, __: None
         """Hears, twice a second, of each rank's process and of the bytes of all hot slots."""
+        self.unfit_devices: Callable[[], Mapping[int, str]] = dict
+        """Devices of this node that should have no rank: index -> why. Asked twice a second."""
+        self._unfit_told: set[int] = set()
         self._config = config
         self._directory = directory
         self._clock = clock
@@ -332,6 +335,12 @@ class Shell:
         self.effects.tell_lateness(self._watch.intake.lateness.of)
         self.tell_ranks(readings, sum(file.size_bytes for file in self.effects.node.slots.files().values()))
 
+    def _tell_unfit(self) -> None:
+        unfit = self.unfit_devices()
+        for index in unfit.keys() - self._unfit_told:
+            self._unfit_told.add(index)
+            self._inputs.append(c.DeviceUnfit(node=OWN_NODE, index=index, reason=unfit[index]))
+
     def _housekeeping(self) -> None:
         now_ns = self._clock.monotonic_ns()
         if now_ns < self._next_housekeeping_ns:
@@ -345,6 +354,7 @@ class Shell:
         self._recorder.note_channel(self.effects.node.num_unsent + intake.num_dropped, intake.num_bad_packets)
         self._recorder.note_degradation(self._machine.generation)
         self._tell_ranks()
+        self._tell_unfit()
         request = None if self._halt_told else self._directory.halt_request()
         if request is not None:
             self._halt_told = True

@@ -173,7 +173,7 @@ def _nodes(q: Query) -> tuple[Panel, ...]:
     return (
         timeseries(
             "Host memory", "Memory in use and the hot slots in it, as a share of the limit: the cgroup's, or the "
-            "host's where none is set.", PERCENTAGE, 6,
+            "host's where none is set.", PERCENTAGE, 8,
             course(f"{used} / ({limit} > 0)", "{{instance}} used"),
             course(f"{slots} / ({limit} > 0)", "{{instance}} hot slots"),
             runbooks=("NvrxHostMemoryPressure",),
@@ -181,17 +181,22 @@ def _nodes(q: Query) -> tuple[Panel, ...]:
         ),
         timeseries(
             "Storage and shared memory", "Used share of the run directory's file system and of /dev/shm.",
-            PERCENTAGE, 6,
+            PERCENTAGE, 8,
             course(disk, "{{instance}} run directory"), course(shared, "{{instance}} /dev/shm"),
             runbooks=("NvrxStorageNearFull",),
             minimum=0, maximum=1,
         ),
         timeseries(
             "Clock skew", "System clock minus the clock that stamps the records of a launcher: a step of the clock "
-            "since the launcher's start.", "s", 6, course(skew, "{{instance}}"), runbooks=("NvrxClockSkew",),
+            "since the launcher's start.", "s", 8, course(skew, "{{instance}}"), runbooks=("NvrxClockSkew",),
         ),
+        stat("Devices", "NVIDIA devices of the run's nodes: all that NVML sees, those that should have no rank (the "
+             "next generation does without them if it is large enough then), those slowed down by heat or hardware. "
+             "All 0 without NVML.", "none", 12,
+             *(now(f"sum by {q.keys()} ({q.series(catalog.DEVICES, state=state)})", state.value)
+               for state in catalog.DeviceCount), decimals=0, steps=(Step(color=BLUE),)),
         stat("Leftover processes", "Processes of a killed predecessor that a launcher had to end at its start.", "none",
-             6, now(f"sum by {q.keys()} ({q.series(catalog.LEFTOVER_PROCESSES)})", "processes"), decimals=0,
+             12, now(f"sum by {q.keys()} ({q.series(catalog.LEFTOVER_PROCESSES)})", "processes"), decimals=0,
              steps=(Step(color=GREEN), Step(color=ORANGE, value=1))),
     )  # fmt: skip
 

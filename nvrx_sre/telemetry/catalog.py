@@ -36,6 +36,8 @@ from nvrx_sre.events.schema import (
 from nvrx_sre.goodput.ratios import GoodputKind as GoodputKind
 from nvrx_sre.goodput.verdict import RunState as RunState
 from nvrx_sre.telemetry.labels import Component as Component
+from nvrx_sre.telemetry.labels import DeviceCount as DeviceCount
+from nvrx_sre.telemetry.labels import DeviceError as DeviceError
 from nvrx_sre.telemetry.labels import FreshProgress as FreshProgress
 from nvrx_sre.telemetry.labels import IncidentOutcome as IncidentOutcome
 from nvrx_sre.telemetry.labels import MemoryKind as MemoryKind
@@ -421,6 +423,21 @@ LEFTOVER_PROCESSES = _gauge(
     "nvrx_leftover_processes",
     Unit.COUNT,
     "Processes of a killed predecessor that this launcher had to end at its start.",
+    scope=Scope.NODE,
+)
+DEVICES = _gauge(
+    "nvrx_devices",
+    Unit.COUNT,
+    "NVIDIA devices that the node's ranks may have, as NVML sees them: all, those that should have no rank, those "
+    "slowed down by heat or hardware. All 0 without NVML.",
+    _label("state", DeviceCount),
+    scope=Scope.NODE,
+)
+DEVICE_ERRORS = _counter(
+    "nvrx_device_errors_total",
+    Unit.COUNT,
+    "Errors of the node's NVIDIA devices since this launcher's start; only where NVML sees a device.",
+    _label("kind", DeviceError),
     scope=Scope.NODE,
 )
 RANK_HEARTBEAT = _gauge(

@@ -136,6 +136,23 @@ class SpaceKind(StrEnum):
     FREE = "free"
 
 
+class DeviceCount(StrEnum):
+    """NVIDIA devices that a node's ranks may have: all, those that should have no rank, those that are slowed down."""
+
+    SEEN = "seen"
+    UNFIT = "unfit"
+    THROTTLED = "throttled"
+
+
+class DeviceError(StrEnum):
+    """Errors of a node's NVIDIA devices."""
+
+    ECC_UNCORRECTED = "ecc_uncorrected"
+    ROWS_REMAPPED = "rows_remapped"
+    NVLINK = "nvlink"
+    XID = "xid"
+
+
 class RankMetrics(StrEnum):
     """How ranks are exported: each one, their extremes, or not at all."""
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.ids import node_of
 from nvrx_sre.events.schema import Event, GenerationFormed, LauncherStarted
 from nvrx_sre.telemetry import catalog
-from nvrx_sre.telemetry.labels import MemoryKind, RankMetrics, SpaceKind
+from nvrx_sre.telemetry.labels import DeviceCount, DeviceError, MemoryKind, RankMetrics, SpaceKind
 from nvrx_sre.telemetry.metric import Bound, Metric
 from nvrx_sre.telemetry.series_recovery import gpu_of
 from nvrx_sre.telemetry.values import Values
@@ -42,6 +42,16 @@ class HostReading:
     shm: tuple[int, int] | None
     """(size, free) of /dev/shm."""
     clock_skew_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTotals:
+    """NVIDIA devices of the node; `errors` by `DeviceError`."""
+
+    num_seen: int = 0
+    num_unfit: int = 0
+    num_throttled: int = 0
+    errors: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +94,7 @@ class NodeBoard:
         self._host: HostReading | None = None
         self._ranks: Mapping[int, RankReading] = {}
         self._memory: Mapping[int, int] = {}
+        self._devices = DeviceTotals()
         self._places: dict[int, RankPlace] = {}
         self._num_leftovers = 0
         self._node = ""
@@ -94,6 +105,11 @@ class NodeBoard:
         with self._lock:
             self._host = reading
             self._memory = dict(memory_bytes)
+
+    def set_devices(self, totals: DeviceTotals) -> None:
+        """What is known of the node's devices now."""
+        with self._lock:
+            self._devices = totals
 
     def set_ranks(self, readings: Mapping[int, RankReading]) -> None:
         """What is known of all live ranks of this node now; a rank that is missing has no process."""
@@ -132,7 +148,9 @@ class NodeBoard:
             return tuple(reading.pid for reading in self._ranks.values())
 
     def exports(self, metric: Metric) -> bool:
-        """False for the families of ranks that the mode leaves out."""
+        """False for the families of ranks that the mode leaves out, and errors of devices where there is none."""
+        if metric is catalog.DEVICE_ERRORS:
+            return self._devices.num_seen > 0
         if metric.bound is Bound.RANKS:
             return self.mode is RankMetrics.ALL
         return self.mode is RankMetrics.SUMMARY or metric.name not in _SUMMARY_NAMES
@@ -141,9 +159,11 @@ class NodeBoard:
         """Write the node's series into `values`."""
         with self._lock:
             host, ranks, memory, places = self._host, self._ranks, self._memory, self._places
+            devices = self._devices
             values.set(catalog.LEFTOVER_PROCESSES, self._num_leftovers)
         if host is not None:
             _fill_host(values, host)
+        _fill_devices(values, devices)
         columns = _columns(ranks, memory)
         for metric in catalog.RANK_FAMILIES:
             series = columns[metric.name]
@@ -170,6 +190,14 @@ def _fill_host(values: Values, host: HostReading) -> None:
         values.set(metric, size, SpaceKind.SIZE)
         values.set(metric, free, SpaceKind.FREE)
     values.set(catalog.CLOCK_SKEW, host.clock_skew_s)
+
+
+def _fill_devices(values: Values, devices: DeviceTotals) -> None:
+    values.set(catalog.DEVICES, devices.num_seen, DeviceCount.SEEN)
+    values.set(catalog.DEVICES, devices.num_unfit, DeviceCount.UNFIT)
+    values.set(catalog.DEVICES, devices.num_throttled, DeviceCount.THROTTLED)
+    for kind in DeviceError:
+        values.set(catalog.DEVICE_ERRORS, devices.errors.get(kind, 0), kind)
 
 
 def _columns(ranks: Mapping[int, RankReading], memory: Mapping[int, int]) -> dict[str, dict[int, float]]:

@@ -16,7 +16,7 @@ from nvrx_sre.launcher.lateness import MAX_STEPS, Lateness
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.labels import RankMetrics
 from nvrx_sre.telemetry.metric import Scope
-from nvrx_sre.telemetry.node_board import HostReading, NodeBoard, RankReading, rank_metrics_in_force
+from nvrx_sre.telemetry.node_board import DeviceTotals, HostReading, NodeBoard, RankReading, rank_metrics_in_force
 from nvrx_sre.telemetry.values import Values
 
 GIB = 1 << 30
@@ -130,6 +130,19 @@ def test_c51_a_skewed_clock_is_a_gauge_and_memory_and_disks_are() -> None:
     assert values.get(catalog.HOST_MEMORY, "hot_slots") == 7
     assert (values.get(catalog.STORAGE, "size"), values.get(catalog.STORAGE, "free")) == (100.0, 40.0)
     assert values.get(catalog.SHM, "free") != values.get(catalog.SHM, "free")
+
+
+def test_devices_are_counted_and_their_errors_shown_where_there_are_any() -> None:
+    """A node without NVML has zeros and no series of errors; one with it stays within a node's budget."""
+    board = board_of(8)
+    assert not board.exports(catalog.DEVICE_ERRORS)
+    assert filled(board).get(catalog.DEVICES, "seen") == 0.0
+    board.set_devices(DeviceTotals(num_seen=8, num_unfit=1, num_throttled=2, errors={"xid": 3}))
+    values = filled(board)
+    assert [values.get(catalog.DEVICES, state) for state in ("seen", "unfit", "throttled")] == [8.0, 1.0, 2.0]
+    assert (values.get(catalog.DEVICE_ERRORS, "xid"), values.get(catalog.DEVICE_ERRORS, "nvlink")) == (3.0, 0.0)
+    assert board.exports(catalog.DEVICE_ERRORS)
+    assert num_series(board, leader=False) <= 40 + 6 * 8
 
 
 def test_memory_is_that_of_the_tightest_cgroup_else_of_the_host(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Devices that a check of their node found unfit: the next world does without them, if it is large enough then."""
+
+from __future__ import annotations
+
+from nvrx_sre.events import schema
+from nvrx_sre.events.schema import FaultClass
+from nvrx_sre.launcher import commands as c
+from nvrx_sre.testing.driven import DrivenMachine
+
+UUIDS = tuple(f"GPU-{index}" for index in range(4))
+WHY = "device GPU-1 is unfit: Xid 79, it has fallen off the bus"
+
+
+def machine(**settings: object) -> DrivenMachine:
+    """Four ranks on devices that are known by UUID; the world may shrink to 2 unless told otherwise."""
+    wanted = {"num_standbys": 0, "min_world_size": 2, "gpu_uuids": UUIDS} | settings
+    return DrivenMachine(num_ranks=4, **wanted)  # type: ignore[arg-type]  # settings of the machine
+
+
+def in_loop(**settings: object) -> DrivenMachine:
+    """In the step loop, step 1 committed and sealed."""
+    driven = machine(**settings)
+    driven.begin()
+    driven.step(1)
+    return driven
+
+
+def fail(driven: DrivenMachine, rank: int = 0) -> None:
+    """A rank's training function raises; everybody leaves the generation, what is sealed is saved."""
+    driven.raise_in(rank, 2)
+    driven.leave_generation(0, 1, 2, 3)
+    driven.write(1, "written", "committed", "verified")
+
+
+def test_devices_are_known_by_uuid_where_each_rank_has_its_own() -> None:
+    """Faults are counted against the card, not against its place; ranks that share cards are told apart by index."""
+    (formed,) = in_loop().events(schema.GenerationFormed)
+    assert formed.devices == [f"node/{uuid}" for uuid in UUIDS]
+    driven = machine(gpu_uuids=UUIDS[:2])
+    driven.begin()
+    (formed,) = driven.events(schema.GenerationFormed)
+    assert formed.devices == [f"node/{index}" for index in range(4)]
+
+
+def test_an_unfit_device_changes_nothing_until_the_generation_ends() -> None:
+    """A reading is no fault: the steps go on, and nobody is interrupted."""
+    driven = in_loop()
+    driven.forget()
+    driven.feed(c.DeviceUnfit(node=0, index=1, reason=WHY))
+    driven.step(2)
+    assert driven.events(schema.RankExcluded) == []
+    assert driven.all(c.SendInterrupt) == []
+
+
+def test_the_next_world_does_without_an_unfit_device() -> None:
+    """Whoever had the fault: the event names the device and why, once, and survivors keep their cards."""
+    driven = in_loop()
+    driven.feed(c.DeviceUnfit(node=0, index=1, reason=WHY))
+    driven.feed(c.DeviceUnfit(node=0, index=1, reason="another reading"))
+    fail(driven)
+    (excluded,) = driven.events(schema.RankExcluded)
+    assert (excluded.device, excluded.reason, excluded.world_size) == ("node/GPU-1", WHY, 3)
+    assert driven.machine.world_size == 3
+    (decided,) = driven.events(schema.RestartDecided)
+    assert not decided.is_excluding, "it costs no attempt of its own"
+    assert driven.events(schema.FaultDetected)[-1].fault is FaultClass.EXCEPTION
+    assert "node/GPU-1" in driven.history.excluded, "a later launcher of the run does without it as well"
+
+
+def test_a_world_that_is_too_small_keeps_an_unfit_device() -> None:
+    """A run that trains is worth more than a suspicion; two unfit devices are left out as far as it goes."""
+    driven = in_loop(min_world_size=4)
+    driven.feed(c.DeviceUnfit(node=0, index=1, reason=WHY))
+    driven.raise_in(0, 2)
+    driven.leave_generation(0, 1, 2, 3)
+    assert driven.events(schema.RankExcluded) == []
+    assert driven.machine.world_size == 4
+    driven = in_loop(min_world_size=3)
+    for index in (1, 2):
+        driven.feed(c.DeviceUnfit(node=0, index=index, reason=f"{index} is unfit"))
+    fail(driven)
+    assert [event.device for event in driven.events(schema.RankExcluded)] == ["node/GPU-1"]
+
+
+def test_a_run_starts_without_a_device_that_is_unfit_already() -> None:
+    """It never gets a process, and the record says so."""
+    driven = machine(unfit={1: WHY})
+    assert [event.device for event in driven.events(schema.RankExcluded)] == ["node/GPU-1"]
+    assert driven.machine.world_size == 3
+    workers = [spawn for spawn in driven.all(c.Spawn) if spawn.rank is not None]
+    assert sorted(spawn.local_rank for spawn in workers) == [0, 2, 3]
+
+
+def test_an_index_without_a_rank_is_nobodys() -> None:
+    """A node with more devices than ranks may have a sick one that the run does not use."""
+    driven = in_loop()
+    driven.feed(c.DeviceUnfit(node=0, index=7, reason="device GPU-7 is unfit"))
+    fail(driven)
+    assert driven.events(schema.RankExcluded) == []
+    assert driven.machine.world_size == 4
+
+
+def test_a_node_that_joins_brings_its_uuids() -> None:
+    """Its devices have their number until then; a check of that node speaks of them by index."""
+    driven = machine(num_nodes=2, gpu_uuids=("GPU-a", "GPU-b"))
+    driven.feed(c.NodeJoined(node=1, name="host1", gpu_uuids=("GPU-c", "GPU-d")))
+    driven.begin()
+    (formed,) = driven.events(schema.GenerationFormed)
+    assert formed.devices == ["node/GPU-a", "node/GPU-b", "host1/GPU-c", "host1/GPU-d"]
+    driven.step(1)
+    driven.feed(c.DeviceUnfit(node=1, index=0, reason="device GPU-c is unfit"))
+    driven.raise_in(0, 2)
+    assert [event.device for event in driven.events(schema.RankExcluded)] == ["host1/GPU-c"]
