@@ -30,14 +30,12 @@ class Reporter:
     def report(self, step: int) -> None:
         """Report a step, as `ctx.commit()` does."""
         self._times.switch(Phase.SAVE)
-        self._times.switch(Phase.STEP)
-        self._times.move(Phase.STEP, Phase.SAVE, 0)
+        spent = self._times.next_step(0)
         self._tokens += 1024
         packet = pack_step(
             self._generation,
             step,
-            self._times.since_ns,
-            *self._times.totals_s(),
+            *spent,
             self._tokens,
             NO_LOSS,
             False,

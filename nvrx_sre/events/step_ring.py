@@ -1,6 +1,6 @@
 """Steps of a rank on their way to its launcher: a ring in shared memory, written without a call into the kernel.
 
-    0     counts: written (the rank's), taken and watched (the launcher's), each on a cache line of its own
+    0     counts: written (the rank's); on another cache line taken, watched (the launcher's)
     4096  NUM_STEPS places of 128 bytes: a packed step (`channel.pack_step`), u64 xxh3_64 of it with its number as seed
 
 Model: the rank stores a step in the next place, then the count; the launcher takes what lies between the two counts
@@ -31,7 +31,7 @@ PLACE_BYTES = 128
 """Two cache lines."""
 COUNTS_BYTES = 4096
 RING_BYTES = COUNTS_BYTES + NUM_STEPS * PLACE_BYTES
-_WRITTEN, _TAKEN, _WATCHED = 0, 128 // 8, 256 // 8
+_WRITTEN, _TAKEN, _WATCHED = 0, 16, 17
 """Words of the counts."""
 _MARK = struct.Struct("<cQ")
 _MARKED = b"@"
@@ -102,18 +102,21 @@ class StepRing:
         counts = self._counts
         number = counts[_WRITTEN]
         num_waiting = number - counts[_TAKEN]
-        if num_waiting >= NUM_STEPS:
-            self._store(number - 1, packet)
-            if counts[_TAKEN] < number:
-                self.num_replaced += 1
-                return True
-        self._store(number, packet)
+        if num_waiting >= NUM_STEPS and self._replace(number - 1, packet):
+            return True
+        begin = COUNTS_BYTES + number % NUM_STEPS * PLACE_BYTES
+        _pack_place(self._view, begin, packet, _digest(packet, number))
         counts[_WRITTEN] = number + 1
         return not counts[_WATCHED] or num_waiting == NUM_STEPS // 2
 
-    def _store(self, number: int, packet: bytes) -> None:
+    def _replace(self, number: int, packet: bytes) -> bool:
+        """Store a step in the place of the newest; False if that has been taken meanwhile, so that there is room."""
         begin = COUNTS_BYTES + number % NUM_STEPS * PLACE_BYTES
         _pack_place(self._view, begin, packet, _digest(packet, number))
+        if self._counts[_TAKEN] > number:
+            return False
+        self.num_replaced += 1
+        return True
 
     # --- the launcher -----------------------------------------------------------------------------------------
 

@@ -27,9 +27,10 @@ from nvrx_sre.events.step_ring import StepRing
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.lateness import Lateness
 
-GATHER_S = 0.1
-"""Time between two looks while steps come in (seconds). A ring holds the steps of many looks, and nobody waits for a
-step: what a rank, a slot or a person waits for rings. Each look disturbs whoever computes on the same processor."""
+GATHER_S = 0.25
+"""Time between two looks while steps come in (seconds): as often as a rank says that it is alive. Its ring holds the
+steps of many looks, and nobody waits for a step: what a rank or a slot waits for rings. Each look disturbs whoever
+computes on the same processor."""
 
 _OWN = object()
 """Marks what is nobody else's to handle."""

@@ -19,7 +19,7 @@ from nvrx_sre.core.errors import UserError
 from nvrx_sre.events import channel as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.session.process import RankProcess
-from nvrx_sre.session.times import StepTimes
+from nvrx_sre.session.times import Spent, StepTimes
 from nvrx_sre.telemetry import context as ambient
 
 if TYPE_CHECKING:
@@ -190,17 +190,17 @@ class Context:
             self._inject("save")
         times.switch(Phase.SAVE)
         captured = saver.at_boundary(step)
-        times.switch(Phase.STEP)
-        times.move(Phase.STEP, Phase.SAVE, saver.take_waited_ns())
+        spent = times.next_step(saver.take_waited_ns())
         self._tokens += tokens
-        self._time_step()
+        if self._injector is not None:
+            self._injector.step_committed(spent[1])
         self._control.step = step
         self._control.progress += 1
         self._loop_phase = Phase.STEP
         self._control.enter(Phase.STEP, tell=False)
         waits = captured.durable and self._process.settings.waits_for_writer
         until = self._control.wait_turn if waits else captured.save
-        self._report(value, loss is not None, captured, is_urgent=until is not None)
+        self._report(spent, value, loss is not None, captured, is_urgent=until is not None)
         if until is not None:
             self._stand_still(step, times, until)
         ambient.set_step(step)
@@ -216,19 +216,13 @@ class Context:
         times.switch(Phase.STEP)
         self._control.enter(Phase.STEP, tell=False)
 
-    def _time_step(self) -> None:
-        if self._injector is not None and self._times is not None:
-            self._injector.step_committed(self._times.total_s(Phase.STEP))
-
-    def _report(self, loss: float, has_loss: bool, captured: Captured, *, is_urgent: bool) -> None:
-        times, saver = self._times, self._saver
-        assert times is not None and saver is not None
-        control = self._control
+    def _report(self, spent: Spent, loss: float, has_loss: bool, captured: Captured, *, is_urgent: bool) -> None:
+        saver, control = self._saver, self._control
+        assert saver is not None
         packet = wire.pack_step(
             self.generation,
             control.step,
-            times.since_ns,
-            *times.totals_s(),
+            *spent,
             self._tokens,
             loss,
             has_loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -10,6 +11,8 @@ from nvrx_sre.bench import telemetry
 from nvrx_sre.bench.fault_records import fault_records
 from nvrx_sre.bench.rows import MACHINE, Row
 from nvrx_sre.bench.telemetry_launcher import LauncherConfig
+from nvrx_sre.bench.telemetry_share import ShareConfig, median_interval, share_rows
+from nvrx_sre.core.rng import seeded
 from nvrx_sre.events.schema import FaultDetected
 from nvrx_sre.telemetry.folded import FoldedRun
 
@@ -28,7 +31,7 @@ TARGETS = {
 def rows() -> dict[str, Row]:
     """A few of everything, with a real launcher of two ranks."""
     launcher = LauncherConfig(ranks=2, events_per_s=400, duration_s=5.0, num_records=2_000, num_scrapes=2, num_exits=1)
-    small = telemetry.BenchConfig(num_steps=200, num_paced_steps=50, num_pairs=4, launcher=launcher)
+    small = telemetry.BenchConfig(num_steps=200, num_paced_steps=50, share=ShareConfig(num_blocks=2), launcher=launcher)
     return {row.case: row for row in telemetry.measure(small)}
 
 
@@ -46,6 +49,37 @@ def test_what_was_counted_is_what_was_sent(rows: dict[str, Row]) -> None:
     assert "; 0 dropped at 400/s" in rows["launcher events"].note
     few, many = re.findall(r"(\d+) and (\d+) series", rows["scrape"].note)[0]
     assert few == many and int(few) > 500
+
+
+@pytest.mark.slow
+def test_all_that_a_rank_reports_is_taken_in(rows: dict[str, Row]) -> None:
+    """Also without any pause between the reports; a share is compared over as many blocks as were asked for."""
+    assert rows["step event, back to back"].note.endswith("; 0 of 200 dropped")
+    shares = [row for case, row in rows.items() if case.startswith("share of a step")]
+    assert [row.n for row in shares] == [2, 2, 2] and all("95 % sure of " in row.note for row in shares)
+
+
+def test_a_share_says_how_sure_it_is() -> None:
+    """Reports that cost 1 % of a wall second and 0.01 % in the rank alone; noise beyond the target is admitted."""
+    quiet = [{"off": (1.0, 0.9), "told": (1.01, 0.909), "kept": (1.0001, 0.9)}] * 20
+    share, processor, alone = share_rows(quiet)
+    assert (share.median, processor.median, alone.median) == pytest.approx((1.0, 1.0, 0.01))
+    assert share.note.startswith(
+        "target median at most 0.1 % of a step of 10 ms: MISSED; 95 % sure of 1.000 to 1.000 %;"
+    )
+    noisy = [{"off": (1.0, 0.9), "told": (1.0 + told, 0.9), "kept": (1.0, 0.9)} for told in (-0.02, 0.0, 0.02)]
+    assert ": met; 95 % sure of -2.000 to 2.000 %, so that noise decided;" in share_rows(noisy)[0].note
+
+
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
+    """Of 1,000 sets of 41 samples, 19 in 20 or somewhat more have the true median within their interval."""
+    random = seeded(41)
+    num_hit = 0
+    for _ in range(1000):
+        low, high = median_interval([random.expovariate(1.0) for _ in range(41)])
+        num_hit += low <= math.log(2) <= high
+    assert 945 <= num_hit <= 995
+    assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
 
 
 def test_the_faults_are_incidents_that_recovered() -> None:

@@ -24,6 +24,8 @@ from nvrx_sre.events.schema import (
     SaveCommitted,
     SaveStarted,
     StateRestored,
+    StepKind,
+    StepsCommitted,
     WorkerExited,
 )
 from tests.integration.launched import Ended, finish, start, train, train_arguments, wait_for
@@ -104,6 +106,11 @@ def test_c47_c48_a_killed_rank_costs_one_new_process(oracle: tuple[int, Ended], 
     formed = [event.pids for _, event in ended.events(GenerationFormed)]
     changed = [[rank for rank in range(nproc) if old[rank] != new[rank]] for old, new in pairwise(formed)]
     assert changed == [[0], [other]], "exactly one new pid each"
+    committed = [event for _, event in ended.events(StepsCommitted)]
+    assert not any(event.proven_by_restore for event in committed), "what the killed rank had reported was known"
+    new = [event for event in committed if event.kind is StepKind.NEW]
+    steps = [step for event in new for step in range(event.first_step, event.last_step + 1)]
+    assert steps == list(range(1, ended.summary["steps"] + 1)), ended.explain()
 
 
 def test_c27_stacks_are_written_before_a_hang_is_ended(oracle: tuple[int, Ended], tmp_path: Path) -> None:
