@@ -161,7 +161,8 @@ class SimWorker(SimChild):
         """Become a rank."""
         self.rank = rank
         self.role = Role.WORKER
-        self.later(0.001, 0.02, lambda: self._ready(generation))
+        # One that is ready already only learns that it is another rank.
+        self.later(0.001, 0.02, lambda: self._ready(generation) if self.ready_generation != generation else None)
 
     def go(self, generation: int, offer: Offer) -> None:
         """Run the training function in `generation`."""

@@ -232,11 +232,6 @@ def same_epoch(self: Disk) -> int:
     return self.epoch
 
 
-def any_child_has_a_seat(self: Roster, child: Any) -> bool:
-    """A killed process is believed to be in the world, also when that is another one."""
-    return child.rank is not None
-
-
 def lost_is_there(original: Callable[..., Any], self: Nodes, node: int, reason: str, now_ns: int) -> Any:
     """A lost node is still counted as there."""
     lost = original(self, node, reason, now_ns)
@@ -459,11 +454,6 @@ PLANTED: tuple[Planted, ...] = (
         machine="agreement",
         bug="the slot that the writer reads may be overwritten",
         plant=around(world_disk, "choose_slot", held_is_free),
-    ),
-    Planted(
-        machine="roster",
-        bug="a killed process that has lost its rank is left alone",
-        plant=instead(Roster, "has_seat", any_child_has_a_seat),
     ),
     Planted(
         machine="nodes",

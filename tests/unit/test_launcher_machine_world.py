@@ -105,6 +105,23 @@ def test_save_before_a_smaller_world_is_bounded() -> None:
     assert driven.events(schema.SaveFailed)[-1].reason == schema.SaveFailure.INTERRUPTED
 
 
+def test_a_process_that_does_not_even_die_keeps_no_deadline_due() -> None:
+    """It is in the kernel, on a device that the world has lost: killed again and again, and the loop sleeps between."""
+    driven = begun()
+    die(driven, 1)
+    replace(driven, 1)
+    die(driven, 1)
+    driven.start_child(driven.all(c.Spawn)[-1].child)
+    driven.wait(NO_BACKOFF.deadlines.init_s)
+    save(driven)
+    assert [item.world_size for item in driven.all(c.OpenGeneration)][-1] == 3
+    driven.forget()
+    driven.wait(3 * NO_BACKOFF.deadlines.teardown_s)
+    due_ns = driven.machine.next_deadline_ns()
+    assert due_ns is not None and due_ns > driven.now_ns
+    assert {item.reason for item in driven.all(c.Kill)} == {"did not end in time"}
+
+
 def test_smaller_world_trains_saves_and_finishes() -> None:
     """Three reports commit a step; devices of the new generation are those that are left."""
     driven = begun()
