@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib.metadata
+import importlib.util
 import json
 import os
 import resource
@@ -262,11 +263,13 @@ def check_gpu() -> Finding:
     if num_devices == 0:
         return Finding(name="gpu", status=Status.OK, detail="no NVIDIA device: gloo on CPU")
     library = ctypes.util.find_library("nvidia-ml")
+    has_binding = importlib.util.find_spec("pynvml") is not None
+    binding = "" if has_binding else ", nvidia-ml-py missing: no checks of the devices' health"
     return _graded(
         "gpu",
-        good=library is not None,
-        detail=f"{num_devices} NVIDIA devices, NVML {library or 'not found'}",
-        cure="install the driver's libnvidia-ml",
+        good=library is not None and has_binding,
+        detail=f"{num_devices} NVIDIA devices, NVML {library or 'not found'}{binding}",
+        cure="install the driver's libnvidia-ml" if library is None else "pip install 'nvrx-sre[gpu]'",
         otherwise=Status.WARN,
     )
 

@@ -62,6 +62,32 @@ def test_a_missing_tool_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.status is Status.WARN and "apt-get install" in finding.cure
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "library", "binding", "status", "cure"),
+    [
+        (0, None, None, Status.OK, ""),
+        (2, "libnvidia-ml.so.1", object(), Status.OK, ""),
+        (2, None, object(), Status.WARN, "libnvidia-ml"),
+        (2, "libnvidia-ml.so.1", None, Status.WARN, "pip install 'nvrx-sre[gpu]'"),
+    ],
+)
+def test_devices_without_their_health_warn(
+    num_devices: int,
+    library: str | None,
+    binding: object | None,
+    status: Status,
+    cure: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine with GPUs wants NVML and its binding; one without is as good as it is."""
+    monkeypatch.setattr(doctor, "num_nvidia_devices", lambda: num_devices)
+    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: library)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: binding)
+    finding = doctor.check_gpu()
+    assert finding.status is status
+    assert cure in finding.cure
+
+
 def test_gloo_failure_shows_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason stands at the end of what the process said."""
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nRuntimeError: no host name\n")

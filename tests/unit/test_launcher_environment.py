@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 
 import pytest
 
+from nvrx_sre.cli import running
+from nvrx_sre.core.errors import UserError
 from nvrx_sre.launcher.nccl_variables import VARIABLES, Variable, contrary_values, unset_variables
 from nvrx_sre.launcher.node import child_environment
 
@@ -79,6 +82,16 @@ def test_the_flight_recorder_is_short_unless_somebody_has_chosen() -> None:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         assert contrary_values({name: "5000"}) == []
         assert contrary_values({name: "0"})
+
+
+@pytest.mark.parametrize(("num_devices", "is_refused"), [(0, True), (2, False)])
+def test_a_planned_fault_of_a_device_asks_for_one(
+    num_devices: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both `train` and `launch` check the plan with what the machine has."""
+    monkeypatch.setattr(running, "num_nvidia_devices", lambda: num_devices)
+    with pytest.raises(UserError, match="no NVIDIA device") if is_refused else contextlib.nullcontext():
+        running.check_fault_specs(["exception@0:3", "cuda_illegal_access@1:4"], 2)
 
 
 def test_torch_knows_the_names() -> None:

@@ -48,6 +48,7 @@ ITEMS: list[Item] = [
     c.HoldSlots(first_rank=2, slots=(0, 2)),
     c.ReleaseSlots(step=4),
     c.KeepStacks(incident=3),
+    c.DeviceUnfit(node=1, index=0, reason="device GPU-1 is unfit: Xid 79"),
     c.NoteLateness(ranks=(2, 3), seconds=(0.0, 0.25)),
     c.PublishSealed(step=9),
     c.StrandSlots(generation=1, step=9),
