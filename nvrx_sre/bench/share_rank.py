@@ -1,95 +1,102 @@
-"""A rank that finds out what its reports cost: runs of the same work with and without them, in turn.
+"""A rank that finds out what its reports cost: the same work with and without them, in turn.
 
-Started by a real launcher (`-m nvrx_sre.bench.share_rank BLOCKS FOLDER`). A block holds two runs of each arm, in an
-order and back, so that a machine that gets slower favours none; the order changes from block to block.
+Started by a real launcher (`-m nvrx_sre.bench.share_rank BLOCKS STEPS FOLDER`), it compares in two ways:
 
-    off     the work alone. The launcher is there, and hears that the rank is alive
-    told    each step is reported to the launcher
-    kept    each step is reported into a ring that nobody reads: the cost inside the rank, without the launcher's
+    runs     of steps, all with reports or none: without, with, with, without, and the next block the other way round.
+             The launcher has steps to take in or has none. [seconds, processor seconds of the thread] of each
+    steps    one by one in the same order, with how long each took and whether the launcher looked meanwhile, which a
+             rank sees by what was taken out of its ring: what a report costs inside the rank, and what a look costs it
 
-Writes `FOLDER/blocks.json`: for each block {arm: [seconds, processor seconds of the thread]}. Must not: run outside
-`bench telemetry`.
+Writes both to `FOLDER/measured.json`. Must not: run outside `bench telemetry`.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import resource
-import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 from nvrx_sre.bench.reporting_rank import enter_loop, leave_loop, taken_rank
 from nvrx_sre.bench.step_reports import Reporter, chunks_for, work
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import RestartAborted
-from nvrx_sre.events.channel import Channel
-from nvrx_sre.events.step_ring import StepRing
 from nvrx_sre.restart.control import RankControl
 
 STEP_S = 0.01
 """Length of a step whose share telemetry takes."""
 RUN_STEPS = 25
 """Steps of a run: a launcher that takes in steps behaves otherwise than one that hears of a step now and then."""
+ORDER = (False, True, True, False)
+"""Which of four neighbours report: a machine that gets slower favours neither."""
 
-Block = dict[str, tuple[float, float]]
+Run = tuple[bool, float, float]
+"""(with reports, seconds, processor seconds)"""
+Timed = tuple[bool, bool, int]
+"""A step: (with a report, the launcher looked meanwhile, nanoseconds)."""
 
 
-def main(num_blocks: int, folder: Path) -> None:
-    """Take a rank, measure `num_blocks` blocks, leave with the run."""
+class Measured(TypedDict):
+    """What the rank has found."""
+
+    runs: list[Run]
+    steps: list[Timed]
+
+
+def main(num_blocks: int, num_steps: int, folder: Path) -> None:
+    """Take a rank, measure, leave with the run."""
     control = taken_rank()
     try:
         _, generation = enter_loop(control)
-        ring = StepRing.create()
-        ring.watch(True)
-        blocks = _measure(control, Reporter(control.channel, generation), ring, num_blocks)
-        (folder / "blocks.json").write_text(json.dumps(blocks))
+        measured = _Work(control, generation).measure(num_blocks, num_steps)
+        (folder / "measured.json").write_text(json.dumps(measured))
         leave_loop(control, generation)
     except RestartAborted:
         return
 
 
-def _measure(control: RankControl, told: Reporter, ring: StepRing, num_blocks: int) -> list[Block]:
-    own, other = socket.socketpair()
-    kept = Channel(own)
-    kept.ring = StepRing.map(os.dup(ring.fd))
-    reports = {"off": _nothing, "told": told.report, "kept": Reporter(kept).report}
-    clock = SystemClock()
-    num_chunks = chunks_for(clock, STEP_S)
-    orders = itertools.cycle(itertools.permutations(reports))
-    blocks = []
-    for order in itertools.islice(orders, num_blocks):
-        block: Block = dict.fromkeys(reports, (0.0, 0.0))
-        for arm in (*order, *reversed(order)):
-            wall_s, processor_s = _run(control, clock, num_chunks, reports[arm])
-            block[arm] = (block[arm][0] + wall_s, block[arm][1] + processor_s)
-            ring.take(ring.num_written)
-        blocks.append(block)
-    own.close()
-    other.close()
-    return blocks
+class _Work:
+    """Steps of work, reported or not. The launcher sees progress either way."""
 
+    def __init__(self, control: RankControl, generation: int) -> None:
+        ring = control.channel.ring
+        assert ring is not None
+        self._control = control
+        self._ring = ring
+        self._clock = SystemClock()
+        self._reporter = Reporter(control.channel, generation)
+        self._num_chunks = chunks_for(self._clock, STEP_S)
 
-def _nothing(step: int) -> None:
-    """No report."""
+    def measure(self, num_blocks: int, num_steps: int) -> Measured:
+        """Runs, then single steps."""
+        orders = itertools.cycle((ORDER, tuple(not is_told for is_told in ORDER)))
+        told = itertools.chain.from_iterable(itertools.islice(orders, num_blocks))
+        runs = [self._run(is_told) for is_told in told]
+        steps = [self._timed(is_told) for is_told in itertools.islice(itertools.cycle(ORDER), num_steps)]
+        return {"runs": runs, "steps": steps}
 
+    def _run(self, is_told: bool) -> Run:
+        used, started_ns = resource.getrusage(resource.RUSAGE_THREAD), self._clock.monotonic_ns()
+        for _ in range(RUN_STEPS):
+            self._step(is_told)
+        wall_s, now = seconds(self._clock.monotonic_ns() - started_ns), resource.getrusage(resource.RUSAGE_THREAD)
+        return is_told, wall_s, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
 
-def _run(
-    control: RankControl, clock: SystemClock, num_chunks: int, report: Callable[[int], None]
-) -> tuple[float, float]:
-    """Seconds of a run, and those of this thread on a processor."""
-    used, started_ns = resource.getrusage(resource.RUSAGE_THREAD), clock.monotonic_ns()
-    for _ in range(RUN_STEPS):
-        work(num_chunks)
-        control.step += 1
-        control.progress += 1
-        report(control.step)
-    wall_s, now = seconds(clock.monotonic_ns() - started_ns), resource.getrusage(resource.RUSAGE_THREAD)
-    return wall_s, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    def _timed(self, is_told: bool) -> Timed:
+        num_taken, started_ns = self._ring.num_taken, self._clock.monotonic_ns()
+        self._step(is_told)
+        spent_ns = self._clock.monotonic_ns() - started_ns
+        return is_told, self._ring.num_taken > num_taken, spent_ns
+
+    def _step(self, is_told: bool) -> None:
+        work(self._num_chunks)
+        self._control.step += 1
+        self._control.progress += 1
+        if is_told:
+            self._reporter.report(self._control.step)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

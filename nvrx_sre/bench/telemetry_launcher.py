@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from nvrx_sre.bench.fault_records import fault_records, quiet_record
-from nvrx_sre.bench.rows import Row, percentile, summarize, target
+from nvrx_sre.bench.rows import Row, empty, percentile, summarize, target
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.events.schema import Record, StepsCommitted
 from nvrx_sre.launcher import main as launcher
@@ -115,6 +115,9 @@ def _events_row(folder: Path, config: LauncherConfig) -> Row:
     )
     num_dropped = sum(int((counts / str(rank)).read_text()) for rank in range(config.ranks))
     rates = meter.rates()
+    if not rates:
+        reason = f"the launcher recorded too seldom within {config.duration_s:g} s: other load, or too short a run"
+        return empty(reason, bench=BENCH, contestant=CONTESTANT, case="launcher events", ranks=config.ranks)
     is_met = percentile(rates, 0.5) >= EVENTS_PER_S_MIN and num_dropped == 0
     wanted = f"at least {EVENTS_PER_S_MIN} for a second of one core, none of {num_steps * config.ranks} dropped"
     note = f"{target(wanted, is_met)}; {num_dropped} dropped at {config.events_per_s}/s over the ranks' sockets"

@@ -1,13 +1,15 @@
 """What reports take of a step of 10 ms: on against off, beside a real launcher.
 
-Model: one rank (`bench.share_rank`) alternates short runs of the same work with and without reports, and with reports
-that nobody takes in. Every block of runs gives one share for each comparison; the row is the median of the blocks. It
-says between what values the true median lies with 95 % confidence (order statistics: no assumption about the noise),
-because single blocks differ by far more than what is looked for.
+Model: one rank (`bench.share_rank`) does the same work with and without reports, in turn. A row is the median of many
+comparisons. It says between what values the true median lies with 95 % confidence (order statistics: no assumption
+about the noise), because a single comparison differs by far more than what is looked for.
 
-    share of a step             told against off, wall time: all of it, the launcher's disturbance included
+    share of a step             runs with against runs without: all of it, what the launcher does meanwhile included
     ..., processor time         the same by the processor time of the rank's thread, which leaves out being put aside
-    ..., in the rank alone      kept against off, wall time: without a launcher that takes it in
+    ..., in the rank alone      step against step, of those during which the launcher did not look
+    ..., launcher's looks       by how much a step is longer during which it looked, times looks a step
+
+The last two are what the first consists of, and are far more exact: single steps are compared with their neighbours.
 
 Must not: run beside anything else; run outside the main thread.
 """
@@ -22,56 +24,96 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nvrx_sre.bench.rows import Row, summarize, target
-from nvrx_sre.bench.share_rank import RUN_STEPS, STEP_S, Block
+from nvrx_sre.bench.share_rank import ORDER, RUN_STEPS, STEP_S, Measured, Run, Timed
+from nvrx_sre.core.clock import NS_PER_S
 from nvrx_sre.launcher import main as launcher
 from nvrx_sre.launcher.config import RunConfig
 
 SHARE_MAX_PERCENT = 0.1
-_WALL, _PROCESSOR = 0, 1
+_WALL, _PROCESSOR = 1, 2
 _CONFIDENT = 1.96
 """Standard deviations on each side that hold 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShareConfig:
-    """How much is measured; the default takes four minutes."""
+    """How much is measured; the defaults take five minutes."""
 
-    num_blocks: int = 150
-    """Blocks of two runs of each of three arms."""
+    num_blocks: int = 200
+    """Blocks of two runs with and two without reports."""
+    num_steps: int = 10_000
+    """Steps one by one."""
 
 
 def measure(folder: Path, config: ShareConfig) -> list[Row]:
     """All comparisons. `folder` must not exist."""
     folder.mkdir(parents=True)
+    amount = (str(config.num_blocks), str(config.num_steps))
     launcher.run(
         RunConfig(
             run="bench",
             run_dir=folder / "run",
-            command=("-m", "nvrx_sre.bench.share_rank", str(config.num_blocks), str(folder)),
+            command=("-m", "nvrx_sre.bench.share_rank", *amount, str(folder)),
             nproc=1,
             min_world_size=1,
             num_standbys=0,
             hot_every=0,
         )
     )
-    return share_rows(json.loads((folder / "blocks.json").read_text()))
+    return share_rows(json.loads((folder / "measured.json").read_text()))
 
 
-def share_rows(blocks: Sequence[Block]) -> list[Row]:
-    """The rows of the blocks' comparisons."""
+def share_rows(measured: Measured) -> list[Row]:
+    """The rows of the comparisons."""
+    runs, steps = measured["runs"], measured["steps"]
+    of_runs = f"{RUN_STEPS} steps of {1e3 * STEP_S:.0f} ms, in blocks of four"
+    looks = _looks(steps)
+    num_looks = len(looks)
     return [
-        _row("share of a step", _shares(blocks, "told", _WALL), has_target=True),
-        _row("share of a step, processor time", _shares(blocks, "told", _PROCESSOR)),
-        _row("share of a step, in the rank alone", _shares(blocks, "kept", _WALL)),
+        _row("share of a step", _of_runs(runs, _WALL), of_runs, has_target=True),
+        _row("share of a step, processor time", _of_runs(runs, _PROCESSOR), of_runs),
+        _row("share of a step, in the rank alone", _of_steps(steps), "single steps, in blocks of four"),
+        _row("share of a step, launcher's looks", looks, f"{num_looks} looks in {len(steps)} steps"),
     ]
 
 
-def _shares(blocks: Sequence[Block], arm: str, column: int) -> list[float]:
-    """By how many percent the runs of an arm took longer than those without reports, block for block."""
-    return [100 * (block[arm][column] / block["off"][column] - 1) for block in blocks]
+def _of_runs(runs: Sequence[Run], column: int) -> list[float]:
+    """By how many percent the runs with reports took longer, block for block."""
+    shares = []
+    for begin in range(0, len(runs), len(ORDER)):
+        block = runs[begin : begin + len(ORDER)]
+        with_s = sum(float(run[column]) for run in block if run[0])
+        without_s = sum(float(run[column]) for run in block if not run[0])
+        shares.append(100 * (with_s / without_s - 1))
+    return shares
 
 
-def _row(case: str, shares: list[float], *, has_target: bool = False) -> Row:
+def _of_steps(steps: Sequence[Timed]) -> list[float]:
+    """The same for single steps, of the blocks in which the launcher did not look."""
+    shares = []
+    for begin in range(0, len(steps), len(ORDER)):
+        block = steps[begin : begin + len(ORDER)]
+        if not any(is_looked for _, is_looked, _ in block):
+            with_ns = sum(spent_ns for is_told, _, spent_ns in block if is_told)
+            without_ns = sum(spent_ns for is_told, _, spent_ns in block if not is_told)
+            shares.append(100 * (with_ns / without_ns - 1))
+    return shares
+
+
+def _looks(steps: Sequence[Timed]) -> list[float]:
+    """What each look took of all steps, in percent: against the same place in the blocks before and after."""
+    is_looked = [looked for _, looked, _ in steps]
+    share_of_looks = sum(is_looked) / len(steps)
+    shares = []
+    for number in range(len(ORDER), len(steps) - len(ORDER)):
+        before, after = number - len(ORDER), number + len(ORDER)
+        if is_looked[number] and not is_looked[before] and not is_looked[after]:
+            longer_ns = steps[number][2] - (steps[before][2] + steps[after][2]) / 2
+            shares.append(100 * share_of_looks * longer_ns / (STEP_S * NS_PER_S))
+    return shares
+
+
+def _row(case: str, shares: list[float], what: str, *, has_target: bool = False) -> Row:
     low, high = median_interval(shares)
     note = f"95 % sure of {low:.3f} to {high:.3f} %"
     if has_target:
@@ -79,7 +121,7 @@ def _row(case: str, shares: list[float], *, has_target: bool = False) -> Row:
             note += ", so that noise decided"
         is_met = statistics.median(shares) <= SHARE_MAX_PERCENT
         note = f"{target(f'median at most {SHARE_MAX_PERCENT} % of a step of 10 ms', is_met)}; {note}"
-    note += f"; blocks of 2 x {RUN_STEPS} steps of {1e3 * STEP_S:.0f} ms each way"
+    note += f"; {what}"
     return summarize(shares, bench="telemetry", contestant="nvrx-sre", case=case, ranks=1, unit="%", note=note)
 
 

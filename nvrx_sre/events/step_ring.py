@@ -121,9 +121,14 @@ class StepRing:
     # --- the launcher -----------------------------------------------------------------------------------------
 
     @property
+    def num_taken(self) -> int:
+        """Steps that were taken so far."""
+        return self._counts[_TAKEN]
+
+    @property
     def has_more(self) -> bool:
         """Something was stored that was not taken."""
-        return self._counts[_WRITTEN] > self._counts[_TAKEN]
+        return self.num_written > self.num_taken
 
     def watch(self, is_watched: bool) -> None:
         """Tell the rank whether the launcher looks by itself soon."""
