@@ -36,13 +36,14 @@ from nvrx_sre.core.tls import is_loopback
 from nvrx_sre.launcher.host import node_name
 from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.monitoring import generate, query
+from nvrx_sre.monitoring.alertmanager import WATCHDOG
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, MonitoringStack, ScrapeAccess, ScrapeTarget, StackConfig
 from nvrx_sre.monitoring.values import Values, load_values
 
 TURN_S = 1.0
 """Between two looks at the run directories and at the alerts."""
 ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-STYLES = {"critical": "bold red", "warning": "yellow"}
+STYLES = {"critical": "bold red", "warning": "yellow", "info": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +163,7 @@ class Shown:
 
 
 def shown_alerts(alerts: Iterable[Mapping[str, Any]]) -> list[Shown]:
-    """Alerts of Prometheus' API that a person should see, most urgent first."""
+    """Alerts of Prometheus' API that a person should see, most urgent first; the dead man's switch always fires."""
     found = [
         Shown(
             state=item["state"],
@@ -176,7 +177,7 @@ def shown_alerts(alerts: Iterable[Mapping[str, Any]]) -> list[Shown]:
     ]
     order = list(STYLES)
     return sorted(
-        (item for item in found if item.severity in order),
+        (item for item in found if item.severity in order and item.alert != WATCHDOG),
         key=lambda item: (item.state != "firing", order.index(item.severity), item.run, item.alert),
     )
 

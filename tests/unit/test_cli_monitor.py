@@ -172,14 +172,16 @@ def alert(name: str, severity: str, state: str = "firing", run: str = "demo") ->
 
 
 def test_the_most_urgent_comes_first_and_the_watchdog_is_not_shown() -> None:
-    """Firing before pending, critical before warning, info not at all."""
+    """Firing before pending, critical before warning before info."""
     given = [
         alert("NvrxWatchdog", "info"),
+        alert("NvrxScrapesMissing", "info"),
         alert("NvrxSlowRank", "warning"),
         alert("NvrxRunStalled", "critical", "pending"),
         alert("NvrxRunHalted", "critical"),
     ]
-    assert [item.alert for item in shown_alerts(given)] == ["NvrxRunHalted", "NvrxSlowRank", "NvrxRunStalled"]
+    shown = ["NvrxRunHalted", "NvrxSlowRank", "NvrxScrapesMissing", "NvrxRunStalled"]
+    assert [item.alert for item in shown_alerts(given)] == shown
 
 
 def test_changes_are_told_once() -> None:
