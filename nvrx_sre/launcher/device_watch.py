@@ -5,7 +5,7 @@
 NVML may hang when a driver is ill, so nothing but this thread calls it, and nobody waits for the thread: the start of
 the launcher does once, at most `FIRST_S`. Without NVML there are no devices, and ranks are known by their local index.
 
-Thread safety: `first`, `snapshot` and `unfit` from any thread. Must not: decide what becomes of a rank.
+Thread safety: `snapshot` and `unfit` from any thread, all else from one. Must not: decide what becomes of a rank.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ class DeviceWatch:
         self._first: dict[str, DeviceReading] = {}
         self._unfit: Mapping[int, str] = {}
         """Replaced as a whole when one is found."""
+        self._patience_s = FIRST_S
         self._is_read = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._main, name="nvrx-devices", daemon=True)
         self._thread.start()
 
     def first(self) -> tuple[str, ...]:
-        """UUIDs by CUDA's index once they are known, () where they cannot be. Blocks, at most `FIRST_S`."""
-        self._is_read.wait(FIRST_S)
+        """UUIDs by CUDA's index once they are known, () where they cannot be. Blocks, at most `FIRST_S` in all."""
+        self._is_read.wait(self._patience_s)
+        self._patience_s = 0.0
         return self.snapshot().uuids
 
     def snapshot(self) -> DevicesSnapshot:

@@ -287,6 +287,10 @@ def test_a_driver_that_hangs_holds_nobody_up(watches: list[DeviceWatch], monkeyp
     watch = DeviceWatch({}, boundary(), lambda: Nvml(Answers()) if well_again.wait() else None)
     watches.append(watch)
     assert watch.first() == ()
+    waits: list[float] = []
+    monkeypatch.setattr(watch._is_read, "wait", waits.append)
+    assert watch.first() == ()
+    assert waits == [0.0], "it is waited for once"
     watch.close()
     assert watch.unfit() == {}
     well_again.set()
