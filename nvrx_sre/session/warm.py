@@ -2,8 +2,9 @@
 
 What is slow to import the fork server has; the first step of a sharded model costs 25 ms more, and a standby that has
 done it is ready 2 ms after its assignment. The model is a toy on a one-rank group with a store of its own. Afterwards
-the heap is frozen: a collection over 244,000 objects would cost 130 ms in a recovery. On the CPU also where there is
-CUDA: which device a standby will need is not known yet.
+the heap is frozen: a collection over 244,000 objects would cost 130 ms in a recovery. What depends on the run's own
+model comes later (`session.rehearsal`). On the CPU also where there is CUDA: which device a standby will need is not
+known yet.
 """
 
 from __future__ import annotations
