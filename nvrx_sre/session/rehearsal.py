@@ -9,8 +9,9 @@ number types and the optimizer's options are all that a plan depends on, so noth
 a big model costs what its number of tensors does. Plans depend on the rank as well where shards differ in size; only
 plans of even shards are good for whatever rank the standby becomes.
 
-Rehearsed is what FSDP2 makes of parameters on one mesh of all ranks, and Adam or AdamW; other state is left alone. On
-the CPU alone: plans are a device's, and a standby holds none yet. Main thread of a standby, since plans are a thread's.
+Rehearsed is what FSDP2 makes of parameters on one mesh of all ranks, which it makes itself where it is given none, and
+Adam or AdamW; other state is left alone. On the CPU alone: plans are a device's, and a standby holds none yet. Main
+thread of a standby, since plans are a thread's.
 Must not: touch the user's objects, generators or devices; fail a standby.
 """
 
