@@ -16,6 +16,7 @@ may read `num_written`. Must not: block, allocate beyond a packet, call the kern
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
@@ -57,10 +58,11 @@ class StepRing:
 
     @classmethod
     def create(cls) -> StepRing:
-        """An empty ring. Raises `OSError` if the kernel has no descriptor or no memory left."""
-        fd = os.memfd_create("nvrx-steps", os.MFD_CLOEXEC)
+        """An empty ring, whose size nobody can change. Raises `OSError` if there is no descriptor or memory left."""
+        fd = os.memfd_create("nvrx-steps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, RING_BYTES)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             return cls(mmap.mmap(fd, RING_BYTES), fd)
         except OSError:
             os.close(fd)

@@ -111,7 +111,8 @@ class Intake:
         for child in self._rings.values():
             if child.ring is not None and child.ring.has_more:
                 self.drain(child)
-        self._gather(self._num_steps > 0)
+        # Woken early it goes on as it was: with captures a bell follows each step, and finds none.
+        self._gather(self._num_steps > 0 or (self._is_gathering and bool(ready)))
         return [key.data for key, _ in ready if key.data is not _OWN]
 
     def drain(self, child: Speaker) -> None:

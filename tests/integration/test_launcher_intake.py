@@ -169,6 +169,19 @@ def test_a_step_wakes_again_as_soon_as_no_step_came_for_a_while(node: Node) -> N
     assert node.told() == [(1, "Step")]
 
 
+def test_a_bell_without_a_step_does_not_make_the_next_step_wake(node: Node) -> None:
+    """Each rank rings when its capture is over: the second of two finds the steps taken in already."""
+    first, second = node.ranks
+    first.step(1)
+    second.step(1)
+    node.intake.select(LONG_S)
+    second.own.send(wire.Sealed(generation=1, step=1, slot=0, mono_ns=1))
+    node.intake.select(LONG_S)
+    assert [kind for _, kind in node.told()] == ["Step", "Step", "Sealed"]
+    first.step(2)
+    assert not node.is_woken()
+
+
 def test_packets_and_steps_of_a_child_come_in_the_order_in_which_they_were_told(node: Node) -> None:
     """A step behind what comes before it, a fault behind its last step: they travel on different ways."""
     first = node.ranks[0]

@@ -118,6 +118,12 @@ def test_a_place_of_the_lap_before_is_no_step(ends: Ends) -> None:
     assert ends.launcher.has_more and ends.taken() == []
 
 
+def test_nobody_can_cut_the_memory_off(ends: Ends) -> None:
+    """The launcher would die of the next look."""
+    with pytest.raises(PermissionError):
+        os.ftruncate(ends.launcher.fd, 0)
+
+
 @given(st.binary(min_size=8, max_size=8), st.binary(min_size=8, max_size=8))
 def test_counts_that_somebody_wrote_over_cost_no_more_than_a_lap(written: bytes, taken: bytes) -> None:
     """A look ends, whatever a script has done to the memory."""
