@@ -17,28 +17,33 @@ import os
 
 PIECE_BYTES = 16 << 20
 """Fetched by one call: others that map memory wait for no more."""
-_MADV_POPULATE_WRITE = 23
-"""linux/mman.h, since 5.14; `mmap` has no name for it."""
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+"""linux/mman.h, since 5.14; `mmap` has no names for them."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def fetch(address: int, num_bytes: int) -> bool:
-    """Have the kernel map all whole pages of a range, writable; False if it does not know how. Blocks meanwhile.
+    """Have the kernel map all whole pages of private memory; False if it does not know how. Blocks meanwhile.
 
     Raises `OSError` if there is no memory for them.
     """
+    return _advise(address, num_bytes, _MADV_POPULATE_WRITE)
+
+
+def map_shared(mapping: mmap.mmap) -> bool:
+    """`fetch` of a mapping of shared memory, for reading and writing. Pages that exist already come by sixteens."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    return _advise(address, len(mapping), _MADV_POPULATE_READ)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> bool:
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     for start in range(first, end, PIECE_BYTES):
         size = ctypes.c_size_t(min(PIECE_BYTES, end - start))
-        if _LIBC.madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE) != 0:
+        if _LIBC.madvise(ctypes.c_void_p(start), size, advice) != 0:
             number = ctypes.get_errno()
             if number == errno.EINVAL:
                 return False
             raise OSError(number, os.strerror(number))
     return True
-
-
-def fetch_mapping(mapping: mmap.mmap) -> bool:
-    """`fetch` of all of a writable mapping."""
-    return fetch(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping))

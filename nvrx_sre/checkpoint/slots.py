@@ -89,7 +89,9 @@ class SlotFile:
         num_alike: int = 1,
         name: str = "nvrx-hot",
     ) -> SlotFile:
-        """New slots with every page present; `name` shows in /proc/PID/maps. Blocks while the kernel clears pages.
+        """New slots with memory for every page; `name` shows in /proc/PID/maps. Blocks while the kernel finds it.
+
+        Its pages are cleared by whoever maps all of them (`map`), so not by the launcher, which only reads headers.
 
         Sizes are of one slot, rounded up to pages. `num_alike`: files of this size that the node is about to need,
         this one included; there must be room for all of them. Raises `UserError` if memory limits leave none,
@@ -102,8 +104,6 @@ class SlotFile:
             os.ftruncate(fd, total_bytes)
             os.posix_fallocate(fd, 0, total_bytes)
             slots = cls(fd, num_slots, data_bytes, blob_bytes, mmap.mmap(fd, total_bytes))
-            # Where the kernel cannot map them at once, fallocate has the pages in the page cache already.
-            pages.fetch_mapping(slots._mapping)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise StorageError(f"cannot get {total_bytes} bytes of shared memory for hot slots: {error}") from error
@@ -313,7 +313,7 @@ def total_size_bytes(num_slots: int, data_bytes: int, blob_bytes: int) -> int:
 def _map_all(fd: int, total_bytes: int) -> mmap.mmap:
     """Mapping with every page mapped; without the interpreter's lock where the kernel knows how."""
     mapping = mmap.mmap(fd, total_bytes)
-    if pages.fetch_mapping(mapping):
+    if pages.map_shared(mapping):
         return mapping
     mapping.close()
     return mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
