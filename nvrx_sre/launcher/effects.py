@@ -21,7 +21,7 @@ from nvrx_sre.checkpoint.slots import SlotHeader
 from nvrx_sre.core import errors
 from nvrx_sre.core.clock import Clock
 from nvrx_sre.events import channel as wire
-from nvrx_sre.events.schema import Event, FaultClass
+from nvrx_sre.events.schema import Event, FaultClass, TeardownFinished
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.leader_link import LeaderLink
@@ -58,6 +58,7 @@ class Effects:
         self._directory = directory
         self._clock = clock
         self._epoch = epoch
+        self._emit = emit
         self._put = put
         self._generation = 0
         self._store = StoreHost()
@@ -87,7 +88,7 @@ class Effects:
             c.MoveRejected: lambda command: self.restorables.move(
                 command.directory, command.step, command.reason, command.message
             ),
-            c.Emit: lambda command: emit(command.event, command.generation, command.rank),
+            c.Emit: self._record,
             c.LeaveChild: lambda command: self._tell(command.child, wire.Leave()),
             c.Stop: self._stop,
         }
@@ -158,8 +159,12 @@ class Effects:
     def _interrupt(self, command: c.SendInterrupt) -> None:
         self._tell(command.child, wire.Interrupt(generation=command.generation, is_traced=command.is_traced))
 
+    def _record(self, command: c.Emit) -> None:
+        self._emit(command.event, command.generation, command.rank)
+        if isinstance(command.event, TeardownFinished):
+            self._keep_stacks()  # everybody has left, or is dead: what they wrote is complete
+
     def _keep_stacks(self) -> None:
-        """Whoever was in the old generation has left it: what they wrote is complete."""
         self._to_all_nodes(c.KeepStacks(incident=self.incident()))
 
     # --- a generation ---------------------------------------------------------------------------------------

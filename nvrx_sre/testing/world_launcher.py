@@ -28,7 +28,7 @@ from nvrx_sre.testing.world_disk import Slots
 from nvrx_sre.testing.world_faults import SIGKILL
 from nvrx_sre.testing.world_network import Action
 from nvrx_sre.testing.world_nodes import Links
-from nvrx_sre.testing.world_plan import machine_config, run_started
+from nvrx_sre.testing.world_plan import machine_config, name_of, run_started
 from nvrx_sre.testing.world_ranks import Offer, SimChild, SimWorker
 from nvrx_sre.testing.world_writers import SimWriter
 
@@ -120,7 +120,10 @@ class SimLauncher:
             self.emit(schema.LeaderLost(lost_epoch=newest.epoch, last_seen_ns=newest.time_ns), generation)
         for failed, of_generation in self._saves.interrupted():
             self.emit(failed, of_generation)
-        self.emit(schema.LauncherStarted(node="node", pid=1, start_ticks=self.epoch, metrics_port=0), generation)
+        self.emit(
+            schema.LauncherStarted(node=name_of(_LEADER_HOST), pid=1, start_ticks=self.epoch, metrics_port=0),
+            generation,
+        )
         self.emit(run_started(world.config, is_resumed=newest is not None), generation)
         self._apply(self.machine.start(world.now_ns))
 

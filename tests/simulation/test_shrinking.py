@@ -40,7 +40,7 @@ def test_smaller_world_ends_with_the_state_of_an_uninterrupted_run() -> None:
     """Every rank checks its last state against an oracle; what was sealed at the exclusion is what is restored."""
     config = WorldConfig(num_ranks=4, min_world_size=2, limits=QUICK, drop_rate=0.0)
     world = checked(1, config, [bad_device(1, 20)])
-    assert [record.event.device for record in of_type(world, RankExcluded)] == ["node/1"]
+    assert [record.event.device for record in of_type(world, RankExcluded)] == ["host0/1"]
     assert [record.event.world_size for record in of_type(world, GenerationFormed)] == [4, 4, 4, 3]
     restored = of_type(world, StateRestored)[-1]
     saved = [record.event.step for record in of_type(world, SaveVerified) if record.seq < restored.seq]
