@@ -130,8 +130,6 @@ def rehearse(groups: ProcessGroups, part: Part, rank: int, world_size: int) -> N
     if succeeded and part.is_even:
         groups.hold_for_any_rank()
     gc.freeze()
-    if succeeded:
-        print(f"nvrx-sre: rehearsed as rank {rank} of {world_size}", file=sys.stderr)
 
 
 def _plan(part: Part, rank: int, world_size: int) -> None:

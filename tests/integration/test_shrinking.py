@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,11 +90,12 @@ def test_smaller_world_trains_the_same_samples(shrunk: Ended, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_next_launcher_starts_without_the_device(shrunk: Ended) -> None:
-    """It is excluded until an operator resumes the run."""
+def test_next_launcher_starts_without_the_device(shrunk: Ended, tmp_path: Path) -> None:
+    """It is excluded until an operator resumes the run. In a copy: the other tests look at how the first one ended."""
+    run_dir = shutil.copytree(shrunk.run_dir, tmp_path / "run", symlinks=True)
     started_before = len(shrunk.events(WorkerStarted))
     size = ["--nproc", "3", "--min-world-size", "2", "--standbys", "0", "--steps", "14"]
-    again = train(shrunk.run_dir, *size)
+    again = train(run_dir, *size)
     assert again.exit_code == 0, again.explain()
     assert again.summary["world_size"] == 2
     assert len(again.events(WorkerStarted)) == started_before + 3, "two ranks and a writer"
