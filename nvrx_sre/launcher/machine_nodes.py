@@ -30,6 +30,11 @@ class Nodes:
         self._recovery = recovery
         self._since_ns = 0
         """When the set of nodes changed last."""
+        self._num_changes = 0
+        self._rests_on: tuple[int, ...] = ()
+        self._devices: tuple[str, ...] | None = None
+        self._answer_s: float | None = None
+        """The newest answer of `_wait_s`, with what it rests on."""
 
     def start(self, now_ns: int) -> None:
         """The launcher begins to wait."""
@@ -38,7 +43,7 @@ class Nodes:
     def join(self, node: int, name: str, now_ns: int, gpu_uuids: tuple[str, ...] = ()) -> None:
         """The node is there."""
         job = self._job
-        self._since_ns = now_ns
+        self._changed(now_ns)
         job.absent.discard(node)
         called = job.name_node(node, name, gpu_uuids)
         job.emit(NodeJoined(node=called, node_rank=node, missing=len(job.absent)), generation=job.pending)
@@ -53,7 +58,7 @@ class Nodes:
     def lose(self, node: int, reason: str, now_ns: int) -> list[Child]:
         """The node is gone; the children that are lost with it, workers first, by rank."""
         job = self._job
-        self._since_ns = now_ns
+        self._changed(now_ns)
         job.absent.add(node)
         lost = [child for child in self._roster if child.node == node]
         name = job.node_name(node)
@@ -64,9 +69,10 @@ class Nodes:
 
     def deadline_ns(self) -> int | None:
         """When waiting for nodes ends, None if none is waited for."""
-        if self._job.stage is not Stage.FORMING or not self._awaited() or self._recovery.is_changing_world:
+        if self._job.stage is not Stage.FORMING or self._recovery.is_changing_world:
             return None
-        return self._since_ns + to_ns(self._patience_s())
+        wait_s = self._wait_s()
+        return None if wait_s is None else self._since_ns + to_ns(wait_s)
 
     def on_tick(self, now_ns: int) -> str:
         """Go on without the nodes that had their time; why the run cannot, '' if it can."""
@@ -80,6 +86,22 @@ class Nodes:
         self._job.left_out |= self._job.absent
         self._recovery.plan(self._job.devices_without(""), now_ns)
         return ""
+
+    def _changed(self, now_ns: int) -> None:
+        self._since_ns = now_ns
+        self._num_changes += 1
+
+    def _wait_s(self) -> float | None:
+        """How long nodes are waited for, None if none is.
+
+        The loop asks at every turn, and the answer looks at every device: it is worked out when something has changed.
+        """
+        job = self._job
+        rests_on = (self._num_changes, len(job.left_out), len(job.history.excluded))
+        if self._rests_on != rests_on or self._devices is not job.devices:
+            self._rests_on, self._devices = rests_on, job.devices
+            self._answer_s = self._patience_s() if self._awaited() else None
+        return self._answer_s
 
     def _awaited(self) -> set[int]:
         """Nodes of the world that are not there."""

@@ -245,6 +245,10 @@ class Roster:
         """Have it say where it stands; a kill that follows waits for that, bounded."""
         self._job.command(RequestStacks(child=child.number, generation=self._job.generation))
 
+    def nodes_with_parked(self, role: Role) -> set[int]:
+        """Nodes on which `parked` finds one."""
+        return {item.node for item in self.spares(role) if item.state is ChildState.PARKED}
+
     def kill(self, child: Child, reason: str, now_ns: int) -> None:
         """SIGKILL a child; its death is expected from now on."""
         child.state = ChildState.ENDING

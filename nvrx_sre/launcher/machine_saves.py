@@ -355,7 +355,7 @@ class Saves:
     def _are_writers_parked(self) -> bool:
         """Each node that the world has ranks on has a writer that takes saves."""
         nodes = set(self._job.nodes if self._held is None else self._held.nodes)
-        return all(self._roster.parked(Role.WRITER, node) is not None for node in nodes)
+        return nodes <= self._roster.nodes_with_parked(Role.WRITER)
 
 
 def failure(reason: str) -> SaveFailure:

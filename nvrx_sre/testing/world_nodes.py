@@ -109,6 +109,8 @@ class Links:
         self.launcher = launcher
         self._world = launcher.world
         self._members: dict[int, _Member] = {}
+        self._told: dict[int, _Member] = {}
+        """Hosts that are told something of the input at hand."""
         self._num_past_packets = 0
         if self._world.nodes:
             self._world.schedule(TEND_S, self._tend)
@@ -131,14 +133,15 @@ class Links:
         if member is None:
             return False
         member.down.append(action)
+        self._told[host] = member
         return True
 
     def flush(self) -> None:
         """What was commanded in answer to one input leaves, one packet a host."""
-        for member in list(self._members.values()):
-            if member.down:
-                actions, member.down = member.down, []
-                member.relay.down(actions)
+        told, self._told = self._told, {}
+        for member in told.values():
+            actions, member.down = member.down, []
+            member.relay.down(actions)
 
     def fail_spawn(self, child: SimChild) -> None:
         """A child was asked for on a host that is not there."""

@@ -146,6 +146,8 @@ def test_two_hosts_give_the_numbers_of_one(oracle: Ended, tmp_path: Path) -> Non
     newest = tmp_path / "run" / "checkpoints" / ended.events(SaveCommitted)[-1][1].directory
     assert sorted(path.name for path in newest.glob("rank-*.json")) == ["rank-00000.json", "rank-00001.json"]
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
+    stacks = sorted(path.name for path in (tmp_path / "run" / "incidents" / "00001").glob("*.stacks.txt"))
+    assert stacks == [f"g00001-rank-{rank:05d}.stacks.txt" for rank in (0, 1)], "each host keeps those of its ranks"
     assert [(each.node, each.epoch) for each in read_followers(tmp_path / "run")] == [("b", 1)], "to be scraped there"
 
 
