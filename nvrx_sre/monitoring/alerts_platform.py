@@ -18,6 +18,7 @@ from nvrx_sre.monitoring.recordings import (
     MEMORY_PRESSURE,
     MIN_FREE,
     MIN_FREE_RATIO,
+    UNFIT_DEVICES,
     Readings,
 )
 from nvrx_sre.monitoring.rule import AHEAD, FOR_LONG, UNKNOWN_LABEL, AlertRule, lookup
@@ -31,6 +32,7 @@ def platform_alerts(read: Readings) -> list[AlertRule]:
         _launcher_stuck(read),
         _scrapes_missing(read),
         _host_memory_pressure(read),
+        _device_unfit(read),
         _storage_near_full(read),
         _telemetry_dropping(read),
         _clock_skew(read),
@@ -121,6 +123,22 @@ def _host_memory_pressure(read: Readings) -> AlertRule:
         description=(
             "Without the hot slots, which are reserved, memory is nearly used up. The next allocation may kill a rank "
             "or the launcher. `nvrx-sre runbook NvrxHostMemoryPressure` says who uses it."
+        ),
+    )
+
+
+def _device_unfit(read: Readings) -> AlertRule:
+    return AlertRule(
+        name="NvrxDeviceUnfit",
+        verdict="a GPU is unfit",
+        severity="warning",
+        expr=f"{read.lately(UNFIT_DEVICES)} > 0\n{read.expected}",
+        meaning="NVML says of a GPU of the run what no restart cures: its driver asks for a reset, or it is lost.",
+        clears="With a launcher that finds all its GPUs fit.",
+        summary="Run {{ $labels.run }}: {{ $value }} of a node's GPUs should have no rank.",
+        description=(
+            "The generation goes on. The next one does without them, if the run may be that small; else it stays on "
+            "them. `nvrx-sre runbook NvrxDeviceUnfit` says which, and why."
         ),
     )
 

@@ -194,7 +194,8 @@ def _nodes(q: Query) -> tuple[Panel, ...]:
              "next generation does without them if it is large enough then), those slowed down by heat or hardware. "
              "All 0 without NVML.", "none", 12,
              *(now(f"sum by {q.keys()} ({q.series(catalog.DEVICES, state=state)})", state.value)
-               for state in catalog.DeviceCount), decimals=0, steps=(Step(color=BLUE),)),
+               for state in catalog.DeviceCount), runbooks=("NvrxDeviceUnfit",), decimals=0,
+             steps=(Step(color=BLUE),)),
         stat("Leftover processes", "Processes of a killed predecessor that a launcher had to end at its start.", "none",
              12, now(f"sum by {q.keys()} ({q.series(catalog.LEFTOVER_PROCESSES)})", "processes"), decimals=0,
              steps=(Step(color=GREEN), Step(color=ORANGE, value=1))),

@@ -48,6 +48,7 @@ SCRAPED = recorded(catalog.LAUNCHER_LOOP, "scraped")
 """When a scrape of the leader last succeeded, in Prometheus' time."""
 MAX_SKEW = recorded(catalog.CLOCK_SKEW, "max_abs")
 MEMORY_PRESSURE = recorded(catalog.HOST_MEMORY, "max_pressure")
+UNFIT_DEVICES = recorded(catalog.DEVICES, "max_unfit")
 MIN_FREE = recorded(catalog.STORAGE, "min_free")
 MIN_FREE_RATIO = recorded(catalog.STORAGE, "min_free_ratio")
 
@@ -188,6 +189,7 @@ def _nodes(query: Query, values: Values) -> list[RecordingRule]:
     return [
         _rule(catalog.CLOCK_SKEW, "max_abs", f"max by {keys} (abs({query.series(catalog.CLOCK_SKEW)}))", values),
         _rule(catalog.HOST_MEMORY, "max_pressure", f"max by {keys} ({pressure})", values),
+        _rule(catalog.DEVICES, "max_unfit", f"max by {keys} ({query.series(catalog.DEVICES, state='unfit')})", values),
         _rule(catalog.STORAGE, "min_free_ratio", f"min by {keys} ({free_ratio})", values),
         _rule(catalog.STORAGE, "min_free", f"min by {keys} ({sized})", values),
     ]

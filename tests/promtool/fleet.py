@@ -181,6 +181,8 @@ class Run:
             values[name[catalog.HOST_MEMORY], kind] = size
         for kind, size in (("size", 1e12), ("free", 5e11)):
             values[name[catalog.STORAGE], kind] = size
+        for state, number in (("seen", 4), ("unfit", 0), ("throttled", 0)):
+            values[name[catalog.DEVICES], state] = number
         for state in ("new", "evaluate", "suspended", "halted"):
             values[name[catalog.TIME_SECONDS], state] = 0
         values |= {

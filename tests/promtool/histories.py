@@ -45,6 +45,7 @@ HELD = frozenset(
 ENDING = (
     *("stale", "saves-fail", "rejected", "saturated", "slow-rank", "steps-regressed", "degraded", "unknown-progress"),
     *("standby-missing", "fresh-start-lost-progress", "memory-pressure", "storage-full", "one-node-fails"),
+    "device-unfit",
     *("telemetry-drops", "clock-ahead", "catalog-differs", "launcher-stuck"),
 )
 """Stories of which a second version ends while its alert fires."""
@@ -723,6 +724,7 @@ def nodes(v: Values) -> list[Run]:
     used, free = (catalog.HOST_MEMORY.name, "used"), (catalog.STORAGE.name, "free")
     faults, elsewhere = (catalog.NODE_FAULTS.name, "node-2", "node"), (catalog.NODE_FAULTS.name, "node-1", "node")
     program = (catalog.NODE_FAULTS.name, "node-2", "other")
+    unfit = (catalog.DEVICES.name, "unfit")
     pressed, full = 600 + v.memory_for_s, 600 + v.storage_for_s
     tight = (v.memory_ratio + 0.01) * 60e9 + 40e9
     device = {"NvrxRepeatedDeviceFault": [(900, END)]}
@@ -741,6 +743,8 @@ def nodes(v: Values) -> list[Run]:
             levels={used: jump(600, 60e9, tight)},
             lost=(600, END, 0),
         ),
+        Run("device-unfit", BEGIN, {"NvrxDeviceUnfit": [(600, 1500)]}, levels={unfit: jump(600, 0, 1, 1500)}),
+        Run("devices-throttled", BEGIN, levels={(catalog.DEVICES.name, "throttled"): jump(600, 0, 4)}),
         Run("memory-mostly-slots", BEGIN, levels={used: (v.memory_ratio - 0.02) * 60e9 + 40e9}),
         Run("memory-peak", BEGIN, levels={used: jump(600, 60e9, tight, pressed - 60)}),
         Run(
