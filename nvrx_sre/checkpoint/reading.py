@@ -18,15 +18,15 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from nvrx_sre.checkpoint.manifest import FileEntry, Manifest
+from nvrx_sre.checkpoint.manifest import Manifest
 from nvrx_sre.core.errors import CheckpointCorrupt
 from nvrx_sre.events.schema import RejectReason
 
@@ -64,18 +64,15 @@ class CheckpointFiles:
         self._world_size = world_size
         self._held: dict[str, memoryview] = {}
 
-    def share(self) -> None:
-        """Read and check this rank's share. Blocks for the disk."""
-        with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="nvrx-read") as pool:
-            for name, listed in sorted(self._described.files.items()):
-                if self._owner(name) == self._rank:
-                    self._held[name] = self._read_whole(pool, name, listed)
+    def share(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Read and check this rank's share; `meanwhile` is called while the disk works. Blocks for the disk."""
+        names = [name for name in sorted(self._described.files) if self._owner(name) == self._rank]
+        self._read(names, NUM_READERS, meanwhile)
 
     def content(self, name: str) -> memoryview:
         """A whole file, checked; of a peer's share it is read now."""
         if name not in self._held:
-            with ThreadPoolExecutor(1, thread_name_prefix="nvrx-read") as pool:
-                self._held[name] = self._read_whole(pool, name, self._described.files[name])
+            self._read([name], 1)
         return self._held[name]
 
     def pieces(self, places: Iterable[Place]) -> dict[Place, memoryview]:
@@ -111,20 +108,33 @@ class CheckpointFiles:
         saved_rank = min(int(match[1]), self._described.world_size - 1) if match else 0
         return saved_rank * self._world_size // self._described.world_size
 
-    def _read_whole(self, pool: ThreadPoolExecutor, name: str, listed: FileEntry) -> memoryview:
-        with self._reported(name), open(self._directory / name, "rb", buffering=0) as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            if size_bytes != listed.size_bytes:
-                raise self._corrupt(RejectReason.SIZE, f"{name} has {size_bytes} bytes, not {listed.size_bytes}")
-            if size_bytes == 0:
-                return memoryview(b"")
-            content = memoryview(mmap.mmap(-1, size_bytes))
-            blocks = [(content[start : start + BLOCK_BYTES], start) for start in range(0, size_bytes, BLOCK_BYTES)]
-            reads = [pool.submit(_read_block, file.fileno(), block, start) for block, start in blocks]
-            digest = _hash_in_order(blocks, reads)
-        if digest != listed.xxh3_128:
-            raise self._corrupt(RejectReason.CHECKSUM, f"{name} does not match its checksum")
-        return content
+    def _read(self, names: Sequence[str], num_readers: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Hold these files, whole and checked."""
+        with ExitStack() as opened, ThreadPoolExecutor(num_readers, thread_name_prefix="nvrx-read") as pool:
+            begun = [(name, self._begin(opened, pool, name)) for name in names]
+            meanwhile()
+            for name, (content, reads) in begun:
+                with self._reported(name):
+                    digest = _hash_in_order(reads)
+                if digest != self._described.files[name].xxh3_128:
+                    raise self._corrupt(RejectReason.CHECKSUM, f"{name} does not match its checksum")
+                self._held[name] = content
+
+    def _begin(
+        self, opened: ExitStack, pool: ThreadPoolExecutor, name: str
+    ) -> tuple[memoryview, list[Future[memoryview]]]:
+        """Memory for a file, and the reads into it that are on their way."""
+        listed = self._described.files[name]
+        with self._reported(name):
+            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC)
+            opened.callback(os.close, descriptor)
+            size_bytes = os.fstat(descriptor).st_size
+        if size_bytes != listed.size_bytes:
+            raise self._corrupt(RejectReason.SIZE, f"{name} has {size_bytes} bytes, not {listed.size_bytes}")
+        content = memoryview(mmap.mmap(-1, size_bytes) if size_bytes else b"")
+        starts = range(0, size_bytes, BLOCK_BYTES)
+        blocks = [(content[start : start + BLOCK_BYTES], start) for start in starts]
+        return content, [pool.submit(_read_block, descriptor, block, start) for block, start in blocks]
 
     def _record(self, place: Place, archive: memoryview) -> memoryview:
         try:
@@ -195,18 +205,19 @@ def _stored(archive: memoryview, method: int, size_bytes: int, position: int) ->
     return content
 
 
-def _read_block(descriptor: int, block: memoryview, start: int) -> None:
+def _read_block(descriptor: int, block: memoryview, start: int) -> memoryview:
+    """Fill `block` from this place of a file; the block."""
     done = 0
     while done < len(block):
         count = os.preadv(descriptor, [block[done:]], start + done)
         if count == 0:
             raise OSError(0, "it became shorter while it was read")
         done += count
+    return block
 
 
-def _hash_in_order(blocks: list[tuple[memoryview, int]], reads: list[Future[None]]) -> str:
+def _hash_in_order(reads: list[Future[memoryview]]) -> str:
     state = xxhash.xxh3_128()
-    for (block, _), read in zip(blocks, reads, strict=True):
-        read.result()
-        state.update(block)
+    for read in reads:
+        state.update(read.result())
     return state.hexdigest()

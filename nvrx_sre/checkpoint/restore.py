@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +193,12 @@ class DurableCandidate:
         described = manifest.verify(self._directory, deep=False, run=self._run)
         self._files = CheckpointFiles(self._directory, described, self._rank, self._world_size)
         self.lap("describe")
-        self._files.share()
+        visible = self._visible(described)
+        self._files.share(meanwhile=lambda: self._make_targets(visible))
         self.lap("read")
         self._small = self._read_small(described)
-        visible = self._visible(described)
         self._check_fit(visible)
-        self._targets = Targets(self._tracked, visible, self._spare)
+        assert self._targets is not None  # made while the disk worked
         self._targets.add_big(self._small)
         self._plan = Plan(self._targets.all(), described, self._own_keys(described))
         self._plan.read(self._files)
@@ -218,15 +219,25 @@ class DurableCandidate:
         """Nothing to compare: what is common to ranks is stored once and read by all."""
         return {}
 
-    def _check_fit(self, visible: Mapping[str, StoredTensor]) -> None:
-        assert self._small is not None
+    def _make_targets(self, visible: Mapping[str, StoredTensor]) -> None:
+        """Most of the work is the kernel's, which fetches memory."""
+        with self._fitting():
+            self._targets = Targets(self._tracked, visible, self._spare)
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
         try:
-            check_fit(self._tracked, visible, self._small.own)
+            yield
         except Mismatch as error:
             raise UserError(
                 f"checkpoint {self._directory.name} does not fit this script's state: {error}; "
                 "use the model and track() names it was saved with, or another run directory"
             ) from error
+
+    def _check_fit(self, visible: Mapping[str, StoredTensor]) -> None:
+        assert self._small is not None
+        with self._fitting():
+            check_fit(self._tracked, visible, self._small.own)
         if self._small.saved:
             check_resharding(self._tracked, self._small)
 
