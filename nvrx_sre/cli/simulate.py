@@ -20,7 +20,14 @@ from nvrx_sre.cli.report import make_console
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode, UserError
 from nvrx_sre.testing import scaling
-from nvrx_sre.testing.simulation import RARE_STATES, RARE_STATES_OF_HOSTS, RAREST_STATES, Outcome, simulate
+from nvrx_sre.testing.simulation import (
+    RARE_STATES,
+    RARE_STATES_OF_HOSTS,
+    RAREST_STATES,
+    RAREST_STATES_OF_HOSTS,
+    Outcome,
+    simulate,
+)
 from nvrx_sre.testing.world_plan import SwarmOptions, draw_scenario
 
 MAX_RANKS = 16_384
@@ -164,7 +171,8 @@ def _show(outcomes: list[Outcome], failed: list[Outcome], options: SwarmOptions)
         f"{len(outcomes)} seeds, {len(failed)} failed: {totals['faults']} faults, {totals['launchers']} launchers, "
         f"{totals['records']} records, {totals['simulated_hours']:g} h of simulated time"
     )
-    wanted = RARE_STATES + RAREST_STATES + (RARE_STATES_OF_HOSTS if options.num_hosts > 1 else ())
+    of_hosts = RARE_STATES_OF_HOSTS + RAREST_STATES_OF_HOSTS if options.num_hosts > 1 else ()
+    wanted = RARE_STATES + RAREST_STATES + of_hosts
     reached = {state for outcome in outcomes for state in outcome.reached}
     missing = [state for state in wanted if state not in reached]
     console.print(f"rare states reached: {len(wanted) - len(missing)} of {len(wanted)}")

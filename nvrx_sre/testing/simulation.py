@@ -227,6 +227,8 @@ RARE_STATES_OF_HOSTS: tuple[str, ...] = (
     "a host was taken back into the world",
     "the writers of several hosts committed a save",
     "a save ended for want of another host's share",
-    "a launcher gave up waiting for a host",
 )
 """The same for several hosts."""
+
+RAREST_STATES_OF_HOSTS: tuple[str, ...] = ("a launcher gave up waiting for a host",)
+"""The same for thousands of seeds of several hosts."""

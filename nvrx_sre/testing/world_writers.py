@@ -17,7 +17,7 @@ from nvrx_sre.testing.world_plan import SimKind
 from nvrx_sre.testing.world_ranks import SimChild
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 POLL_S = 0.05
 """Time between two looks at an attempt that waits for the other shares."""
@@ -74,8 +74,7 @@ class SimWriter(SimChild):
             self.world.reach("a save ended for want of another host's share")
             self._fail(message, SaveFailure.INTERRUPTED)
         else:
-            again: Callable[[], None] = lambda: self._gather(message, taken, attempt, since_ns)  # noqa: E731
-            self.later(POLL_S, POLL_S, again)
+            self.later(POLL_S, POLL_S, lambda: self._gather(message, taken, attempt, since_ns))
 
     def _commit(self, message: wire.WriteSave, taken: SlotHeader | None) -> None:
         disk, world = self.world.disk, self.world

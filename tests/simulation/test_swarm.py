@@ -14,6 +14,7 @@ from nvrx_sre.testing.simulation import (
     RARE_STATES,
     RARE_STATES_OF_HOSTS,
     RAREST_STATES,
+    RAREST_STATES_OF_HOSTS,
     Outcome,
     simulate,
     simulate_seed,
@@ -64,7 +65,7 @@ def test_rare_states_are_reached() -> None:
 @pytest.mark.slow
 def test_the_rarest_states_are_reached_by_thousands_of_seeds() -> None:
     """As many seeds as it takes, each of them sound."""
-    missing = set(RAREST_STATES)
+    missing = {*RAREST_STATES, *RAREST_STATES_OF_HOSTS}
     for seed in range(10_000, 14_000):
         outcome = simulate_seed(seed, HOSTS if seed % 2 else ONE_HOST)
         assert outcome.problems == (), f"seed {seed}"
