@@ -20,10 +20,10 @@ from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.catalog import Component
 
 POLL_S = 10.0
-"""Between two readings of a device: counters move slowly, and a reading costs the driver some milliseconds."""
+"""Between two readings of a device (seconds): counters move slowly, and each reading is several calls to the driver."""
 XID_S = 1.0
 FIRST_S = 5.0
-"""Longest wait of the launcher's start for the first reading; NVML takes 0.1 s a device where it is well."""
+"""Longest wait of the launcher's start for the first reading (seconds); beyond it the driver is taken to hang."""
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 

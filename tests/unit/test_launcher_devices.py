@@ -1,6 +1,6 @@
 """Devices of a node: what NVML's answers mean, which device is whose, and that a driver that hangs holds nobody up.
 
-The answers are those of `nvidia-ml-py` on an H200 (driver 570 and later) and, for what cannot be provoked, of nvml.h.
+The answers have the form that `nvidia-ml-py` 12 and 13 give them, with the numbers of nvml.h.
 """
 
 from __future__ import annotations

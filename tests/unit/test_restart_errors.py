@@ -34,7 +34,7 @@ class AcceleratorError(RuntimeError):
 
 
 def cuda_error(reason: str, name: str) -> str:
-    """The text of torch's error for a failed call of the runtime (torch 2.11, c10/cuda/CUDAException.cpp)."""
+    """The text of torch's error for a failed call of the runtime, in the form of torch 2.11 (c10/cuda/CUDAException)."""
     return (
         f"CUDA error: {reason}\n"
         f"Search for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "
@@ -46,7 +46,7 @@ def cuda_error(reason: str, name: str) -> str:
 
 
 def nccl_error(what: str, code: str, last: str) -> str:
-    """The text of torch's error for a failed call of NCCL (torch 2.11, c10d/NCCLUtils)."""
+    """The text of torch's error for a failed call of NCCL, in the form of torch 2.11 (c10d/NCCLUtils)."""
     return (
         f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {what}, NCCL version 2.28.9\n"
         f"{code}\nLast error:\n{last}"
