@@ -34,7 +34,7 @@ class AcceleratorError(RuntimeError):
 
 
 def cuda_error(reason: str, name: str) -> str:
-    """The text of torch's error for a failed call of the runtime, in the form of torch 2.11 (c10/cuda/CUDAException)."""
+    """The text of torch's error for a failed call of CUDA, in the form of torch 2.11 (c10/cuda/CUDAException)."""
     return (
         f"CUDA error: {reason}\n"
         f"Search for `{name}' in https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more "
