@@ -104,7 +104,7 @@ class ChecksumStream(io.IOBase):
         """The file's descriptor, which whoever asks is about to sync."""
         with self._remembering():
             if self._direct is not None:
-                self._direct.finish()
+                self._pacer.wrote(self._direct.finish())
             elif self._pacer.is_bounded:
                 self._push_out()
             self._file.flush()
