@@ -8,7 +8,10 @@ when it looks. The memory is the launcher's, so what was stored survives the ran
 newest step in the place of the one before it: a later report implies the earlier ones, so that H is never lost.
 
 A place counts only if its digest fits: whatever order stores become visible in on another core, a step is read whole or
-left for the next look. A place that does not fit while later ones were written is damaged, and skipped.
+left for the next look. A place that does not fit before one that does is damaged, and skipped.
+
+A script may write over the counts as well. So each end goes by a count of its own, of which the one in memory is a copy
+for the other end, made anew at each step and each look: damage lasts until then and no longer.
 
 Process safety: one writer a count. Thread safety: one thread of the rank writes, one of the launcher reads; any thread
 may read `num_written`. Must not: block, allocate beyond a packet, call the kernel for a step.
@@ -55,6 +58,8 @@ class StepRing:
         self._mapping = mapping
         self._view = memoryview(mapping)
         self._counts = self._view[:COUNTS_BYTES].cast("Q")
+        self._own_written = self._counts[_WRITTEN]
+        self._own_taken = self._counts[_TAKEN]
 
     @classmethod
     def create(cls) -> StepRing:
@@ -94,7 +99,7 @@ class StepRing:
 
     def mark(self, packet: bytes) -> bytes:
         """A packet for the channel, with the number of steps that are to be taken in before it."""
-        return _MARK.pack(_MARKED, self.num_written) + packet
+        return _MARK.pack(_MARKED, self._own_written) + packet
 
     def put(self, packet: bytes) -> bool:
         """Store a packed step; True if the launcher does not look by itself soon enough.
@@ -102,13 +107,13 @@ class StepRing:
         That is so while it waits for everything, and when the ring has become half full.
         """
         counts = self._counts
-        number = counts[_WRITTEN]
+        number = self._own_written
         num_waiting = number - counts[_TAKEN]
-        if num_waiting >= NUM_STEPS and self._replace(number - 1, packet):
+        if num_waiting == NUM_STEPS and self._replace(number - 1, packet):
             return True
         begin = COUNTS_BYTES + number % NUM_STEPS * PLACE_BYTES
         _pack_place(self._view, begin, packet, _digest(packet, number))
-        counts[_WRITTEN] = number + 1
+        counts[_WRITTEN] = self._own_written = number + 1
         return not counts[_WATCHED] or num_waiting == NUM_STEPS // 2
 
     def _replace(self, number: int, packet: bytes) -> bool:
@@ -124,13 +129,13 @@ class StepRing:
 
     @property
     def num_taken(self) -> int:
-        """Steps that were taken so far."""
+        """Steps that were taken so far, as the rank sees it."""
         return self._counts[_TAKEN]
 
     @property
     def has_more(self) -> bool:
         """Something was stored that was not taken."""
-        return self.num_written > self.num_taken
+        return self.num_written > self._own_taken
 
     def watch(self, is_watched: bool) -> None:
         """Tell the rank whether the launcher looks by itself soon."""
@@ -139,20 +144,25 @@ class StepRing:
     def take(self, until: int) -> list[bytes]:
         """Packed steps, in their order, of those with a number below `until` that were not taken yet."""
         counts = self._counts
-        written, number = counts[_WRITTEN], counts[_TAKEN]
-        until = min(until, written, number + NUM_STEPS)
+        counts[_TAKEN] = self._own_taken
+        written = counts[_WRITTEN]
+        if written > self._own_taken + NUM_STEPS:
+            self._skip_overwritten(written)
         packets = []
-        while number < until:
+        for number in range(self._own_taken, min(until, written, self._own_taken + NUM_STEPS)):
             packet = self._read(number)
             if packet is not None:
                 packets.append(packet)
-            elif number + 1 < written:
-                self.num_damaged += 1
-            else:
-                break
-            number += 1
-            counts[_TAKEN] = number
+                self.num_damaged += number - self._own_taken
+                counts[_TAKEN] = self._own_taken = number + 1
         return packets
+
+    def _skip_overwritten(self, written: int) -> None:
+        """The rank could not see for a while what was taken, and wrote over the rest; or its own count is damaged."""
+        if self._read(written - 1) is not None:
+            num_lost = written - NUM_STEPS - self._own_taken
+            self.num_damaged += num_lost
+            self._own_taken += num_lost
 
     def _read(self, number: int) -> bytes | None:
         begin = COUNTS_BYTES + number % NUM_STEPS * PLACE_BYTES

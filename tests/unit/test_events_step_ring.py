@@ -40,6 +40,10 @@ class Ends:
         assert packets == list(map(packet, numbers))
         return numbers
 
+    def overwrite(self, word: int, number: int) -> None:
+        """Damage a count: 0 is what was written, 128 what was taken."""
+        os.pwrite(self.launcher.fd, number.to_bytes(8, "little"), word)
+
     def flip(self, place: int, offset: int = 5) -> None:
         """Change a bit of a place, or change it back."""
         begin = FIRST_PLACE + place * step_ring.PLACE_BYTES + offset
@@ -132,3 +136,28 @@ def test_counts_that_somebody_wrote_over_cost_no_more_than_a_lap(written: bytes,
     os.pwrite(ring.fd, taken, 128)
     assert ring.take(ALL) == [] and ring.num_damaged <= NUM_STEPS
     ring.close()
+
+
+@pytest.mark.parametrize("number", [0, 1, 7, 12, NUM_STEPS - 1, NUM_STEPS + 3, 10 * NUM_STEPS, 2**64 - 1])
+@pytest.mark.parametrize("word", [0, 128])
+def test_a_damaged_count_lasts_until_the_next_step_and_look(ends: Ends, word: int, number: int) -> None:
+    """However far it is off: what was stored before and behind it is taken once, and the newest always."""
+    ends.put(0, 9)
+    assert ends.taken(until=5) == [0, 1, 2, 3, 4]
+    ends.overwrite(word, number)
+    before = ends.taken()
+    assert before == list(range(5, 5 + len(before)))
+    ends.put(10, 14)
+    assert before + ends.taken() == list(range(5, 15))
+    ends.put(15, NUM_STEPS + 20)
+    assert ends.taken() == [*range(15, NUM_STEPS + 14), NUM_STEPS + 20]
+    assert (ends.launcher.num_damaged, ends.rank.num_replaced) == (0, 6)
+
+
+def test_steps_that_a_rank_wrote_over_unseen_are_counted_and_the_newest_are_taken(ends: Ends) -> None:
+    """Its ring looked empty to it, since somebody wrote over what was taken."""
+    ends.put(0, 9)
+    ends.overwrite(128, 2**40)
+    ends.put(10, NUM_STEPS + 29)
+    assert ends.taken() == list(range(30, NUM_STEPS + 30))
+    assert (ends.launcher.num_damaged, ends.rank.num_replaced) == (30, 0)
