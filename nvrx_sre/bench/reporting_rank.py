@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nvrx_sre.core.clock import NS_PER_S, seconds
 from nvrx_sre.core.errors import InternalError, RestartAborted
-from nvrx_sre.events.channel import NO_LOSS, Finished, Parked, Restored, pack_step
+from nvrx_sre.events.messages import NO_LOSS, Finished, Parked, Restored, pack_step
 from nvrx_sre.events.schema import Phase, RestoredFrom
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.session.process import current

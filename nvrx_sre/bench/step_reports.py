@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 
 from nvrx_sre.core.clock import SystemClock, to_ns
-from nvrx_sre.events.channel import NO_LOSS, Channel, pack_step
+from nvrx_sre.events.channel import Channel
+from nvrx_sre.events.messages import NO_LOSS, pack_step
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.session.times import StepTimes
 from nvrx_sre.telemetry import context

@@ -29,7 +29,8 @@ from nvrx_sre.bench.rows import Row, machine_row, percentile, summarize, target,
 from nvrx_sre.bench.step_reports import Reporter, chunks_for, work
 from nvrx_sre.bench.telemetry_launcher import BENCH, CONTESTANT
 from nvrx_sre.core.clock import SystemClock
-from nvrx_sre.events.channel import Channel, Doorbell, Finished, create_pair
+from nvrx_sre.events.channel import Channel, create_pair
+from nvrx_sre.events.messages import Doorbell, Finished
 from nvrx_sre.events.step_ring import StepRing
 
 STEP_MEDIAN_MAX_US = 10.0

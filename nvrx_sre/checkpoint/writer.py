@@ -33,7 +33,8 @@ from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import StorageError, UserError
 from nvrx_sre.core.output import survive_a_full_disk
 from nvrx_sre.core.processes import start_ticks
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import Channel
 from nvrx_sre.events.schema import SaveFailure
 from nvrx_sre.events.settings import ChildSettings
 
@@ -72,7 +73,7 @@ class Watcher(Protocol):
 class Writer:
     """Answers the launcher's messages. Not thread-safe: one thread, one save at a time."""
 
-    def __init__(self, config: WriterConfig, channel: wire.Channel, watcher: Watcher | None = None) -> None:
+    def __init__(self, config: WriterConfig, channel: Channel, watcher: Watcher | None = None) -> None:
         self._config = config
         self._channel = channel
         self._clock = SystemClock()
@@ -247,7 +248,7 @@ def yield_to_training() -> None:
         Path("/proc/self/autogroup").write_text(str(NICENESS), encoding="ascii")
 
 
-def main(arguments: Sequence[str], settings: ChildSettings, channel: wire.Channel) -> int:
+def main(arguments: Sequence[str], settings: ChildSettings, channel: Channel) -> int:
     """Life of the process. Exit code 0 at `Leave` or the end of the channel."""
     config = parse_arguments(arguments)
     survive_a_full_disk()

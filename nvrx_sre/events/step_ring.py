@@ -1,7 +1,7 @@
 """Steps of a rank on their way to its launcher: a ring in shared memory, written without a call into the kernel.
 
     0     counts: written (the rank's); on another cache line taken, watched (the launcher's)
-    4096  NUM_STEPS places of 128 bytes: a packed step (`channel.pack_step`), u64 xxh3_64 of it with its number as seed
+    4096  NUM_STEPS places of 128 bytes: a packed step (`messages.pack_step`), u64 xxh3_64 of it with its number as seed
 
 Model: the rank stores a step in the next place, then the count; the launcher takes what lies between the two counts
 when it looks. The memory is the launcher's, so what was stored survives the rank's SIGKILL. A full ring keeps the

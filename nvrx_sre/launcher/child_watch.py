@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nvrx_sre.core.clock import Clock
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.intake import Intake
 from nvrx_sre.launcher.node import Node

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nvrx_sre.events.channel import Message
+from nvrx_sre.events.messages import Message
 from nvrx_sre.events.schema import Event, HaltReason, RejectReason, Role
 
 

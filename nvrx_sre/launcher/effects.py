@@ -20,7 +20,7 @@ from nvrx_sre.checkpoint.parts import Exchange, Share
 from nvrx_sre.checkpoint.slots import SlotHeader
 from nvrx_sre.core import errors
 from nvrx_sre.core.clock import Clock
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Event, FaultClass, TeardownFinished
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig

@@ -27,7 +27,7 @@ from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import ExitCode, StorageError, UserError
 from nvrx_sre.core.rng import seeded
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import link_codec
 from nvrx_sre.launcher.child_watch import ChildWatch

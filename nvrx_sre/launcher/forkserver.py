@@ -27,7 +27,8 @@ from pathlib import Path
 from nvrx_sre.core import processes
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 from nvrx_sre.core.clock import Clock, to_ns
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import CHANNEL_FD_VARIABLE, Channel, create_pair
 from nvrx_sre.events.settings import LAUNCHERS_SIGNALS
 
 MODULE = "nvrx_sre.session.forkserver"
@@ -41,7 +42,7 @@ class Request:
     """
 
     message: wire.Fork
-    channel: wire.Channel
+    channel: Channel
     output: int
     stacks: tuple[int, ...] = ()
 
@@ -67,7 +68,7 @@ class ServerConfig:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Server:
     popen: subprocess.Popen[bytes]
-    channel: wire.Channel
+    channel: Channel
     pidfd: int
     start_ticks: int
 
@@ -190,7 +191,7 @@ class ForkServer:
         return self._server
 
     def _start(self) -> _Server:
-        ours, theirs = wire.create_pair()
+        ours, theirs = create_pair()
         output = None
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHERS_SIGNALS)
         try:
@@ -199,7 +200,7 @@ class ForkServer:
                 [sys.executable, "-m", MODULE, str(os.getpid()), *self._config.command],
                 env={
                     **self._config.environment,
-                    wire.CHANNEL_FD_VARIABLE: str(theirs.fileno()),
+                    CHANNEL_FD_VARIABLE: str(theirs.fileno()),
                     "PYTHONUNBUFFERED": "1",
                 },
                 stdin=subprocess.DEVNULL,

@@ -22,7 +22,8 @@ import selectors
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import Channel
 from nvrx_sre.events.step_ring import StepRing
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.lateness import Lateness
@@ -42,7 +43,7 @@ class Speaker(Protocol):
     """What the intake knows of a child."""
 
     number: int
-    channel: wire.Channel
+    channel: Channel
     ring: StepRing | None
 
 

@@ -25,7 +25,7 @@ from nvrx_sre.checkpoint.slots import SlotHeader
 from nvrx_sre.core.clock import Clock, seconds, to_ns
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.limits import NodeLimits
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import handshake, link_codec
 from nvrx_sre.launcher.handshake import Answer, Claims

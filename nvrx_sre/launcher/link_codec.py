@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from nvrx_sre.checkpoint.slots import SlotHeader
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.launcher import commands as c
 
 _BEAT = struct.Struct("<cQQ")

@@ -18,8 +18,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from nvrx_sre.core.clock import to_ns
-from nvrx_sre.events.channel import Sealed as SealedReport
-from nvrx_sre.events.channel import Step
+from nvrx_sre.events.messages import Sealed as SealedReport
+from nvrx_sre.events.messages import Step
 from nvrx_sre.events.schema import ReplayDiverged, StepKind, StepsCommitted
 from nvrx_sre.launcher.machine_interval import HotInterval
 from nvrx_sre.launcher.machine_job import Job

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nvrx_sre.core.clock import to_ns
-from nvrx_sre.events.channel import Fault
+from nvrx_sre.events.messages import Fault
 from nvrx_sre.events.schema import Action, Detector, FaultClass, FaultDetected, Layer, Phase
 from nvrx_sre.launcher.commands import Exited
 from nvrx_sre.launcher.machine_commits import Commits

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvrx_sre.events.channel import Entered, Finished, Rejected, Restored, Sealed, Step
+from nvrx_sre.events.messages import Entered, Finished, Rejected, Restored, Sealed, Step
 from nvrx_sre.events.schema import (
     CheckpointRejected,
     GenerationFormed,

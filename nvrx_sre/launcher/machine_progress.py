@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from nvrx_sre.core.clock import to_ns
-from nvrx_sre.events.channel import Alive, Entered, Step
+from nvrx_sre.events.messages import Alive, Entered, Step
 from nvrx_sre.events.schema import Phase, PhaseEntered
 from nvrx_sre.launcher.machine_deadlines import PhaseDeadlines
 from nvrx_sre.launcher.machine_job import Job, Stage

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nvrx_sre.events.channel import RankSave
+from nvrx_sre.events.messages import RankSave
 from nvrx_sre.events.schema import (
     Event,
     HotIntervalChosen,

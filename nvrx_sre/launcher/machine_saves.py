@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nvrx_sre.core.clock import to_ns
-from nvrx_sre.events.channel import WriterProgress
+from nvrx_sre.events.messages import WriterProgress
 from nvrx_sre.events.schema import (
     Role,
     SaveCommitted,

@@ -15,7 +15,7 @@ from typing import Any
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core import errors
 from nvrx_sre.core.clock import Clock
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import FaultClass, HotSlotsAllocated, Phase, Role
 from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.launcher import commands as c

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nvrx_sre.core import processes
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events.channel import Channel, create_pair
 from nvrx_sre.events.schema import Role
 from nvrx_sre.events.settings import STACKS_SIGNAL
 from nvrx_sre.events.step_ring import StepRing
@@ -35,7 +35,7 @@ class Child:
 
     number: int
     role: Role
-    channel: wire.Channel
+    channel: Channel
     ring: StepRing | None
     log: Path
     log_from_bytes: int = 0
@@ -128,13 +128,13 @@ class Child:
         return ""
 
 
-def prepare(number: int, role: Role, log: Path) -> tuple[Child, wire.Channel, int]:
+def prepare(number: int, role: Role, log: Path) -> tuple[Child, Channel, int]:
     """A child to be started: (its record, its end of the channel, descriptor of its log), the latter two to be closed.
 
     Raises `OSError` if there is no descriptor left, or no room for the log.
     """
     with contextlib.ExitStack() as made:
-        ours, theirs = wire.create_pair()
+        ours, theirs = create_pair()
         made.callback(ours.close)
         made.callback(theirs.close)
         ring = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nvrx_sre.core.errors import ExitCode
-from nvrx_sre.events.channel import Fault
+from nvrx_sre.events.messages import Fault
 from nvrx_sre.events.schema import FaultClass, Layer
 
 SPAWN_FAILED_EXIT = 127

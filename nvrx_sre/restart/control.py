@@ -27,7 +27,8 @@ from typing import Protocol
 
 from nvrx_sre.core.clock import Clock, to_ns
 from nvrx_sre.core.errors import Interrupted, RestartAborted
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import Channel
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.restart.stacks import OwnStacks
 
@@ -47,7 +48,7 @@ class Abortable(Protocol):
 class RankControl:
     """State shared by the main thread and the monitor thread of a rank."""
 
-    def __init__(self, channel: wire.Channel, clock: Clock, interrupt_signal: int) -> None:
+    def __init__(self, channel: Channel, clock: Clock, interrupt_signal: int) -> None:
         self.channel = channel
         self.clock = clock
         self.groups: Abortable | None = None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvrx_sre.core.errors import Interrupted
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import FaultClass, Phase
 from nvrx_sre.restart import abort, compiled, flight_recorder, health, torch_errors
 from nvrx_sre.restart.control import RankControl

@@ -16,7 +16,8 @@ from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import ExitCode, NvrxError
 from nvrx_sre.core.output import survive_a_full_disk
 from nvrx_sre.core.processes import start_ticks
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import Channel
 from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.restart.stacks import OwnStacks
@@ -24,7 +25,7 @@ from nvrx_sre.session import process
 from nvrx_sre.session.environment import watch_rank_variables
 
 
-def connect(settings: ChildSettings, channel: wire.Channel, stacks: OwnStacks) -> None:
+def connect(settings: ChildSettings, channel: Channel, stacks: OwnStacks) -> None:
     """Say hello, make this process one that the launcher knows, and start the monitor thread.
 
     The thread comes last: what the launcher has sent a standby by now (its node's slots) is handed on by the process.
@@ -48,7 +49,7 @@ def run_user_code(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def main(arguments: list[str], settings: ChildSettings, channel: wire.Channel, stacks: OwnStacks) -> int:
+def main(arguments: list[str], settings: ChildSettings, channel: Channel, stacks: OwnStacks) -> int:
     """Run `script.py args` or `-m module args`; exit code of the child."""
     survive_a_full_disk()
     faulthandler.enable()

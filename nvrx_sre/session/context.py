@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from nvrx_sre.core.errors import UserError
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.session.process import RankProcess
 from nvrx_sre.session.times import Spent, StepTimes

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from nvrx_sre.core import processes
 from nvrx_sre.core.errors import RestartAborted, UserError
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.session.context import Context
 from nvrx_sre.session.environment import rank_variable_read, set_rank_variables, stop_watching_rank_variables
 from nvrx_sre.session.process import RankProcess, current

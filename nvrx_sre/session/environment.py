@@ -7,7 +7,8 @@ import socket
 from collections.abc import Mapping, MutableMapping
 
 from nvrx_sre.core.errors import InternalError
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import CHANNEL_FD_VARIABLE, Channel
 from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
 from nvrx_sre.telemetry.context import TRACEPARENT_VARIABLE
 
@@ -15,11 +16,11 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def take_channel() -> wire.Channel:
+def take_channel() -> Channel:
     """The fork server's end of its channel. Its descriptor is not inherited by anything that it executes."""
-    descriptor = int(os.environ.pop(wire.CHANNEL_FD_VARIABLE))
+    descriptor = int(os.environ.pop(CHANNEL_FD_VARIABLE))
     os.set_inheritable(descriptor, False)
-    return wire.Channel(socket.socket(fileno=descriptor))
+    return Channel(socket.socket(fileno=descriptor))
 
 
 def enter(environment: Mapping[str, str]) -> ChildSettings:

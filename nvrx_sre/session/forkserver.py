@@ -27,7 +27,8 @@ from typing import NoReturn
 
 from nvrx_sre.core import processes
 from nvrx_sre.core.errors import ExitCode
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import Channel
 from nvrx_sre.events.schema import Role
 from nvrx_sre.events.settings import LAUNCHERS_SIGNALS
 from nvrx_sre.session.environment import enter, take_channel
@@ -65,7 +66,7 @@ def preload() -> None:
     gc.freeze()
 
 
-def serve(channel: wire.Channel) -> None:
+def serve(channel: Channel) -> None:
     """Fork a child for each request, until the channel ends."""
     while (received := channel.receive()) is not None:
         message, descriptors = received
@@ -73,7 +74,7 @@ def serve(channel: wire.Channel) -> None:
             channel.send(_fork(message, descriptors, channel))
 
 
-def _fork(message: wire.Fork, descriptors: list[int], channel: wire.Channel) -> wire.Forked:
+def _fork(message: wire.Fork, descriptors: list[int], channel: Channel) -> wire.Forked:
     """Start the child; what came of it. Waits for the go-between, which only forks."""
     ours, theirs = socket.socketpair()
     try:
@@ -138,10 +139,10 @@ def _child(message: wire.Fork, descriptors: list[int], server: socket.socket) ->
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    return _run(message, wire.Channel(socket.socket(fileno=descriptor)), stacks)
+    return _run(message, Channel(socket.socket(fileno=descriptor)), stacks)
 
 
-def _run(message: wire.Fork, channel: wire.Channel, stacks: list[int]) -> int:
+def _run(message: wire.Fork, channel: Channel, stacks: list[int]) -> int:
     from nvrx_sre.checkpoint import writer
     from nvrx_sre.restart.stacks import OwnStacks
     from nvrx_sre.session import bootstrap

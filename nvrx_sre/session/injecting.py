@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 from pathlib import Path
 
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.faults.plan import FaultPlan, FaultSpec
 from nvrx_sre.session.process import RankProcess
 

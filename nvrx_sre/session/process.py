@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import InternalError, StorageError, UserError
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.session.slots_ahead import SlotsAhead

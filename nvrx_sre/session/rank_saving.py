@@ -33,7 +33,7 @@ from nvrx_sre.checkpoint.stand_ins import StandIns
 from nvrx_sre.checkpoint.storage import WriteOptions
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import StorageError, UserError
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase, SaveFailure
 from nvrx_sre.session.process import RankProcess
 from nvrx_sre.session.saving import Captured

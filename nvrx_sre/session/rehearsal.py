@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nvrx_sre.checkpoint import encoding
 from nvrx_sre.checkpoint.capture import open_blob
 from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.restart.abort import ProcessGroups
 from nvrx_sre.session.process import RankProcess
 

@@ -35,7 +35,7 @@ from nvrx_sre.checkpoint.spare import Spare
 from nvrx_sre.checkpoint.stand_ins import StandIns
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import CheckpointCorrupt, NothingRestorable
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import RejectReason, RestoredFrom, Tier
 from nvrx_sre.session import rank_saving
 from nvrx_sre.session.laps import Laps

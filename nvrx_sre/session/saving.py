@@ -24,7 +24,7 @@ from typing import Any
 
 from nvrx_sre.checkpoint.capture import Capturer, Filling
 from nvrx_sre.checkpoint.slots import SlotFile
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.session.process import RankProcess
 

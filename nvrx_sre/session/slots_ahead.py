@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import StorageError, UserError
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 
 T = TypeVar("T")
 

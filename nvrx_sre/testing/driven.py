@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nvrx_sre.core.limits import Limits
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Event, Phase, Record, Role
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.machine import Machine, MachineConfig, MachineStart

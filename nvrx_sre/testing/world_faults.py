@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nvrx_sre.core.clock import to_ns
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Role
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.testing.world_plan import SimKind

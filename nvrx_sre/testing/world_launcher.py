@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nvrx_sre.checkpoint.slots import NONE
 from nvrx_sre.core.clock import seconds, to_ns
 from nvrx_sre.core.errors import ExitCode
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Event, Record, Role
 from nvrx_sre.goodput.incidents import IncidentTracker

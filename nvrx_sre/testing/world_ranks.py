@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nvrx_sre.checkpoint.slots import SlotHeader
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import NothingRestorable
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase, RejectReason, RestoredFrom, Role, Tier
 from nvrx_sre.testing.world_disk import content
 from nvrx_sre.testing.world_faults import inject

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nvrx_sre.checkpoint.slots import SlotHeader
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import SaveFailure
 from nvrx_sre.testing.world_disk import Attempt, Commit
 from nvrx_sre.testing.world_plan import SimKind

@@ -16,7 +16,7 @@ import pytest
 
 from nvrx_sre.checkpoint import discover
 from nvrx_sre.checkpoint.slots import SlotFile
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import SaveFailure
 from nvrx_sre.faults.plan import SAVE_STAGES
 from tests.chaos.writer_ranks import Ranks

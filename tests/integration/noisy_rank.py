@@ -11,7 +11,7 @@ import sys
 import threading
 
 from nvrx_sre.core.clock import SystemClock, seconds
-from nvrx_sre.events.channel import Alive
+from nvrx_sre.events.messages import Alive
 from nvrx_sre.session.process import current
 
 MESSAGES_PER_S = 10_000

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from nvrx_sre.checkpoint import discover, manifest
 from nvrx_sre.core.processes import start_ticks
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import SaveFailure
 from tests.chaos.writer_ranks import Ranks
 from tests.checkpoint_directories import commit

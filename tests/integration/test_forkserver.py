@@ -14,7 +14,7 @@ import pytest
 
 from nvrx_sre.core import processes
 from nvrx_sre.core.clock import SystemClock
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Role
 from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.launcher import process

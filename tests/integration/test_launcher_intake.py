@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import step_ring
+from nvrx_sre.events.channel import Channel, create_pair
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.intake import Intake
 
@@ -28,9 +29,9 @@ class Rank:
     """A child as the intake knows it, and the child's own end."""
 
     number: int
-    channel: wire.Channel
+    channel: Channel
     ring: step_ring.StepRing
-    own: wire.Channel
+    own: Channel
 
     def step(self, step: int, *, is_urgent: bool = False) -> None:
         """Report a step."""
@@ -54,7 +55,7 @@ class Node:
     def __post_init__(self) -> None:
         self.intake = Intake(self.selector, self.inputs.append, lambda number: number, lambda: 2)
         for number in range(2):
-            ours, theirs = wire.create_pair()
+            ours, theirs = create_pair()
             ours.socket.setblocking(False)
             rank = Rank(number, ours, step_ring.StepRing.create(), theirs)
             self.ranks.append(rank)
@@ -139,7 +140,7 @@ def test_what_must_not_wait_rings(node: Node, is_step: bool) -> None:
 
 def test_other_inputs_of_the_loop_are_handed_on(node: Node) -> None:
     """What somebody else registered comes back as it was registered, gathering or not."""
-    ours, theirs = wire.create_pair()
+    ours, theirs = create_pair()
     node.selector.register(ours, selectors.EVENT_READ, "signal")
     node.ranks[0].step(1)
     theirs.send(wire.Leave())
@@ -233,9 +234,10 @@ def test_c01_what_a_killed_rank_had_told_counts(node: Node) -> None:
     first = node.ranks[0]
     code = (
         "import os, socket, sys\n"
-        "from nvrx_sre.events import channel as wire\n"
+        "from nvrx_sre.events import messages as wire\n"
+        "from nvrx_sre.events.channel import Channel\n"
         "from nvrx_sre.events.step_ring import StepRing\n"
-        "own = wire.Channel(socket.socket(fileno=int(sys.argv[1])))\n"
+        "own = Channel(socket.socket(fileno=int(sys.argv[1])))\n"
         "own.ring = StepRing.map(int(sys.argv[2]))\n"
         "for step in range(1, 1001):\n"
         "    own.report_step(wire.pack_step(1, step, 1000, 0.1, 0.0, 0.0, 0.0, 7, 0.5, True, -1, False, 0, 0, 0),"

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nvrx_sre.checkpoint.slots import SlotFile
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import CHANNEL_FD_VARIABLE, create_pair
 from nvrx_sre.events.settings import ChildSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,7 @@ class WriterProcess:
     """A running writer of `run_dir`; end it with `leave` or `kill`."""
 
     def __init__(self, run_dir: Path, *options: str, faults: Sequence[str] = (), prefix: Sequence[str] = ()) -> None:
-        self.channel, theirs = wire.create_pair()
+        self.channel, theirs = create_pair()
         self.channel.socket.settimeout(LIMIT_S)
         command = [*prefix, sys.executable, "-m", "tests.integration.lone_writer", str(run_dir), "demo", *options]
         settings = ChildSettings(
@@ -42,7 +43,7 @@ class WriterProcess:
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **settings.to_environment(), wire.CHANNEL_FD_VARIABLE: str(theirs.fileno())},
+            env={**os.environ, **settings.to_environment(), CHANNEL_FD_VARIABLE: str(theirs.fileno())},
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nvrx_sre.checkpoint import agree
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger

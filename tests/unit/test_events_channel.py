@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.step_ring import STEP_BYTES, StepRing, unmark
 
 _NUMBER = st.integers(0, 2**64 - 1)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvrx_sre.checkpoint.slots import SlotHeader
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Role
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import link_codec

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from nvrx_sre.core.limits import Deadlines, Limits
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Phase, Role, StepKind
 from nvrx_sre.launcher import commands as c

@@ -6,7 +6,7 @@ import pytest
 
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.limits import Deadlines, DeadlineTuning, Limits
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import DeadlineChosen, FaultDetected, Phase
 from nvrx_sre.launcher import commands as c

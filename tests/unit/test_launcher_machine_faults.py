@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nvrx_sre.core.limits import Deadlines, Limits
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import FaultClass, Layer, Phase, Role
 from nvrx_sre.launcher import commands as c

@@ -14,7 +14,7 @@ import pytest
 
 from nvrx_sre.core.limits import CapLimits, Limits, NodeLimits
 from nvrx_sre.core.rng import seeded
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase, Role
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.testing.driven import DrivenMachine

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nvrx_sre.core.limits import CapLimits, Limits, NodeLimits
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import FaultClass, Role
 from nvrx_sre.launcher import commands as c

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nvrx_sre.core.clock import SystemClock
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events.channel import Channel, create_pair
 from nvrx_sre.events.schema import Role
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.config import RunConfig
@@ -21,12 +21,12 @@ STANDBY = 7
 
 
 @pytest.fixture
-def standby(tmp_path: Path) -> Iterator[tuple[Node, wire.Channel]]:
+def standby(tmp_path: Path) -> Iterator[tuple[Node, Channel]]:
     """A node with one standby, and that standby's end of its channel."""
     config = RunConfig(run="r", run_dir=tmp_path, command=("x.py",), nproc=1, min_world_size=1)
     (tmp_path / "logs").mkdir()
     node = Node(config, RunDirectory(tmp_path), SystemClock(), lambda item: None)
-    ours, theirs = wire.create_pair()
+    ours, theirs = create_pair()
     child: Any = SimpleNamespace(
         number=STANDBY, role=Role.STANDBY, channel=ours, log=tmp_path / "x.log", pid=0, close=ours.close
     )
@@ -36,7 +36,7 @@ def standby(tmp_path: Path) -> Iterator[tuple[Node, wire.Channel]]:
     theirs.close()
 
 
-def heard(channel: wire.Channel) -> list[str]:
+def heard(channel: Channel) -> list[str]:
     """Names of the messages that have come, the descriptors beside them dropped."""
     channel.socket.setblocking(False)
     names: list[str] = []
@@ -53,7 +53,7 @@ def grant(node: Node) -> None:
     node.apply(c.GrantSlots(child=1, rank=0, data_bytes=4096, blob_bytes=4096))
 
 
-def test_a_standby_rehearses_when_a_step_is_sealed(standby: tuple[Node, wire.Channel]) -> None:
+def test_a_standby_rehearses_when_a_step_is_sealed(standby: tuple[Node, Channel]) -> None:
     """Not before, and not at every step."""
     node, channel = standby
     grant(node)
@@ -64,7 +64,7 @@ def test_a_standby_rehearses_when_a_step_is_sealed(standby: tuple[Node, wire.Cha
     assert heard(channel) == ["Rehearse"]
 
 
-def test_another_world_is_rehearsed_anew(standby: tuple[Node, wire.Channel]) -> None:
+def test_another_world_is_rehearsed_anew(standby: tuple[Node, Channel]) -> None:
     """Its shapes are others; a state that is on disk alone can be read by no standby."""
     node, channel = standby
     grant(node)
@@ -77,7 +77,7 @@ def test_another_world_is_rehearsed_anew(standby: tuple[Node, wire.Channel]) -> 
     assert heard(channel) == ["MapSlots", "Rehearse"]
 
 
-def test_a_rank_rehearses_nothing(standby: tuple[Node, wire.Channel]) -> None:
+def test_a_rank_rehearses_nothing(standby: tuple[Node, Channel]) -> None:
     """What was a standby has plans of its own."""
     node, channel = standby
     node.apply(

@@ -9,7 +9,7 @@ import pytest
 from nvrx_sre.checkpoint.slots import NONE
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.limits import Limits
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.hot import HotSlots
 from nvrx_sre.launcher.network import LOOPBACK, interface_of

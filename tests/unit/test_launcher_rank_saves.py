@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.testing.checkers import check_safety

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, Role, SaveFailure, Tier
 from nvrx_sre.events.snapshot import take

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvrx_sre.core.limits import CapLimits
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.launcher import commands as c

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nvrx_sre.core.errors import ExitCode
-from nvrx_sre.events.channel import Fault
+from nvrx_sre.events.messages import Fault
 from nvrx_sre.events.schema import FaultClass, Layer
 from nvrx_sre.policy.classify import RULES, RetryClass, classify_exit, classify_report, fingerprint
 

@@ -11,7 +11,8 @@ import pytest
 
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import Interrupted, RestartAborted
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import Channel, create_pair
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.restart.control import RankControl
 
@@ -29,9 +30,9 @@ class Aborts:
 
 
 @pytest.fixture
-def rank() -> Iterator[tuple[RankControl, wire.Channel]]:
+def rank() -> Iterator[tuple[RankControl, Channel]]:
     """A control with its monitor running, and the launcher's end of its channel."""
-    ours, theirs = wire.create_pair()
+    ours, theirs = create_pair()
     old = signal.getsignal(SIGNAL)
     control = RankControl(theirs, SystemClock(), SIGNAL)
     control.install()
@@ -45,7 +46,7 @@ def rank() -> Iterator[tuple[RankControl, wire.Channel]]:
     theirs.close()
 
 
-def receive(channel: wire.Channel, kind: type[wire.Message]) -> wire.Message:
+def receive(channel: Channel, kind: type[wire.Message]) -> wire.Message:
     """Next message of a kind."""
     while True:
         received = channel.receive()
@@ -54,7 +55,7 @@ def receive(channel: wire.Channel, kind: type[wire.Message]) -> wire.Message:
             return received[0]
 
 
-def test_interrupt_wakes_a_wait_in_the_main_thread(rank: tuple[RankControl, wire.Channel]) -> None:
+def test_interrupt_wakes_a_wait_in_the_main_thread(rank: tuple[RankControl, Channel]) -> None:
     """A wait without a timeout ends with `Interrupted` of the armed generation; groups are aborted by the monitor."""
     control, launcher = rank
     control.groups = aborts = Aborts()
@@ -67,7 +68,7 @@ def test_interrupt_wakes_a_wait_in_the_main_thread(rank: tuple[RankControl, wire
     assert set(aborts.threads) <= {"nvrx-monitor"}
 
 
-def test_interrupt_of_another_generation_is_not_delivered(rank: tuple[RankControl, wire.Channel]) -> None:
+def test_interrupt_of_another_generation_is_not_delivered(rank: tuple[RankControl, Channel]) -> None:
     """An interrupt of generation 3 does not reach generation 4."""
     control, launcher = rank
     launcher.send(wire.Interrupt(generation=3))
@@ -78,7 +79,7 @@ def test_interrupt_of_another_generation_is_not_delivered(rank: tuple[RankContro
     assert control.interrupted == 3
 
 
-def test_interrupt_waits_for_the_end_of_atomic(rank: tuple[RankControl, wire.Channel]) -> None:
+def test_interrupt_waits_for_the_end_of_atomic(rank: tuple[RankControl, Channel]) -> None:
     """Inside `atomic` nothing is raised; the interrupt comes right after it."""
     control, launcher = rank
     done = []
@@ -108,7 +109,7 @@ def go_for(generation: int) -> wire.Go:
     )
 
 
-def test_a_swallowed_interrupt_comes_again(rank: tuple[RankControl, wire.Channel]) -> None:
+def test_a_swallowed_interrupt_comes_again(rank: tuple[RankControl, Channel]) -> None:
     """Code that catches everything once does not lose the interrupt."""
     control, launcher = rank
     swallowed = 0
@@ -124,7 +125,7 @@ def test_a_swallowed_interrupt_comes_again(rank: tuple[RankControl, wire.Channel
     assert swallowed == 1
 
 
-def test_monitor_reports_liveness(rank: tuple[RankControl, wire.Channel]) -> None:
+def test_monitor_reports_liveness(rank: tuple[RankControl, Channel]) -> None:
     """The monitor reports progress while the main thread does nothing."""
     control, launcher = rank
     control.progress = 41
@@ -134,7 +135,7 @@ def test_monitor_reports_liveness(rank: tuple[RankControl, wire.Channel]) -> Non
     assert isinstance(alive, wire.Alive)
 
 
-def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, wire.Channel]) -> None:
+def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, Channel]) -> None:
     """A phase entered without telling is told when it lasts longer than a liveness period."""
     control, launcher = rank
     control.arm(1)
@@ -144,7 +145,7 @@ def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, wir
     assert isinstance(entered, wire.Entered) and entered.phase == "data"
 
 
-def test_a_generation_does_not_begin_in_the_teardown_before(rank: tuple[RankControl, wire.Channel]) -> None:
+def test_a_generation_does_not_begin_in_the_teardown_before(rank: tuple[RankControl, Channel]) -> None:
     """What lasts before the group is formed is init, under its deadline: a peer that waits for it is not to blame."""
     control, launcher = rank
     control.enter(Phase.TEARDOWN, tell=False)
@@ -155,7 +156,7 @@ def test_a_generation_does_not_begin_in_the_teardown_before(rank: tuple[RankCont
     assert isinstance(entered, wire.Entered) and (entered.generation, entered.phase) == (8, "init")
 
 
-def test_an_interrupt_while_waiting_for_go_moves_on(rank: tuple[RankControl, wire.Channel]) -> None:
+def test_an_interrupt_while_waiting_for_go_moves_on(rank: tuple[RankControl, Channel]) -> None:
     """A second fault during recovery: the waiting rank reports ready for the generation after it."""
     control, launcher = rank
     launcher.send(wire.Interrupt(generation=7))
@@ -166,7 +167,7 @@ def test_an_interrupt_while_waiting_for_go_moves_on(rank: tuple[RankControl, wir
     assert isinstance(ready, wire.Ready) and ready.generation == 8
 
 
-def test_a_standby_rehearses_until_it_is_a_rank(rank: tuple[RankControl, wire.Channel]) -> None:
+def test_a_standby_rehearses_until_it_is_a_rank(rank: tuple[RankControl, Channel]) -> None:
     """Each request is heard once; a rank that was given away is never made to wait for one."""
     control, launcher = rank
     launcher.send(wire.Rehearse(world_size=4))

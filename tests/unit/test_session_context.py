@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nvrx_sre.core.clock import SystemClock
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.session.context import Context
 from nvrx_sre.session.times import StepTimes

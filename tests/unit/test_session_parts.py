@@ -10,7 +10,7 @@ import pytest
 import nvrx_sre
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import InternalError, UserError
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
 from nvrx_sre.session.injecting import Injector

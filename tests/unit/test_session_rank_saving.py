@@ -17,7 +17,7 @@ from nvrx_sre.checkpoint import discover
 from nvrx_sre.checkpoint.restore import DurableCandidate
 from nvrx_sre.checkpoint.stand_ins import StandIns
 from nvrx_sre.core.errors import UserError
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.session.rank_saving import RankSaver
 from nvrx_sre.testing.clock import ManualClock
 from tests.integration.ranks_only_script import Marked, Pair, Scaled, digest_of

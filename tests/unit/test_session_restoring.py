@@ -18,7 +18,7 @@ from nvrx_sre.checkpoint.save import Saver, Source
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.checkpoint.storage import WriteOptions
 from nvrx_sre.core.errors import CheckpointCorrupt, NothingRestorable
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import RestoredFrom
 from nvrx_sre.session.restoring import Restorer
 from nvrx_sre.testing.clock import ManualClock

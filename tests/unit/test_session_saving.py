@@ -14,7 +14,7 @@ import torch
 
 from nvrx_sre.checkpoint.capture import Capturer, Filling, parse_blob, slot_views
 from nvrx_sre.checkpoint.slots import SlotFile
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.session.process import HotSchedule
 from nvrx_sre.session.saving import Captured, HotSaver
 from nvrx_sre.testing.clock import ManualClock

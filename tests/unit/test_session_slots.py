@@ -12,7 +12,7 @@ import pytest
 
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core.errors import UserError
-from nvrx_sre.events import channel as wire
+from nvrx_sre.events import messages as wire
 from nvrx_sre.session.process import RankProcess
 
 LIMIT_S = 30.0
