@@ -56,8 +56,12 @@ def write_bytes_atomically(path: Path, content: bytes, *, durable: bool = True) 
 
 def write_json_atomically(path: Path, value: Any, *, durable: bool = True) -> None:
     """`write_bytes_atomically` of `value` as indented JSON with sorted keys."""
-    text = json.dumps(value, indent=1, sort_keys=True) + "\n"
-    write_bytes_atomically(path, text.encode(), durable=durable)
+    write_bytes_atomically(path, json_text(value).encode(), durable=durable)
+
+
+def json_text(value: Any) -> str:
+    """Indented JSON with sorted keys, for people as well."""
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
 
 
 def create_exclusively(path: Path, content: bytes) -> bool:

@@ -8,7 +8,8 @@ the newest snapshot that fits and what follows it, however long the run is. Old 
 The writer has a thread of its own and a bounded queue: `append` never blocks and never raises; what does not fit
 is dropped and counted. `sync` is a barrier: True means that everything appended before is on the disk (fsync).
 After a failed write the writer goes on in a new segment and writes the batch again, so a torn line is always the
-last of its segment; readers drop lines that repeat a sequence number.
+last of its segment; readers drop lines that repeat a sequence number. A segment in which nothing was written whole is
+the one that it goes on in: a disk that stays full gets one more segment, not one an attempt.
 
 Thread safety: `append`, `sync`, `close` from any thread. One writer an epoch; readers at any time.
 Must not: change control flow when the disk is full, slow or gone.
@@ -65,6 +66,8 @@ class JournalWriter:
         self._sync_wanted = 0
         self._closing = False
         self._descriptor = -1
+        self._blank: Path | None = None
+        """Segment that was begun, and in which no batch was written whole."""
         self._segment_bytes = 0
         self._snapshot_bytes = 0
         self._failed = False
@@ -156,6 +159,7 @@ class JournalWriter:
         try:
             if batch:
                 self._write_batch(batch)
+                self._blank = None
                 with self._changed:
                     for _ in batch:
                         self._queue.popleft()
@@ -212,9 +216,11 @@ class JournalWriter:
         make_private_directory(self._directory)
         existing = segments(self._directory)
         taken = [segment for epoch, segment, _ in existing if epoch == self._epoch]
-        self.num_segments = len(existing) + 1
-        path = self._directory / f"{self._epoch:08d}-{max(taken, default=0) + 1:06d}.jsonl"
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, PRIVATE_FILE_MODE)
+        path = self._blank or self._directory / f"{self._epoch:08d}-{max(taken, default=0) + 1:06d}.jsonl"
+        is_new = os.O_TRUNC if self._blank else os.O_EXCL
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | is_new | os.O_APPEND, PRIVATE_FILE_MODE)
+        self.num_segments = len(existing) + (self._blank is None)
+        self._blank = path
         self._segment_bytes = 0
         header = {"schema": SCHEMA_VERSION, "run": self._run, "epoch": self._epoch}
         os.write(self._descriptor, json.dumps(header).encode() + b"\n")

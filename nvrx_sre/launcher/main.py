@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from nvrx_sre import __version__
 from nvrx_sre.checkpoint import discover
-from nvrx_sre.core.atomic import write_json_atomically
+from nvrx_sre.core.atomic import json_text, write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock
 from nvrx_sre.core.errors import ExitCode, StorageError, Superseded, UserError
 from nvrx_sre.events.schema import (
@@ -148,7 +148,7 @@ def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunRe
         recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
         telemetry.sync(config.limits.telemetry.exporter_timeout_s)
         summary = telemetry.summary(clock.wall_ns())
-        unwritten = _write_summary(config, directory, summary)
+        unwritten = write_summary(directory.summary, config.summary, summary)
         if config.linger and stop.exit_code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART):
             telemetry.linger(config.limits.telemetry.metrics_linger_s)
         return RunReport(
@@ -287,24 +287,24 @@ def _machine_start(config: RunConfig, past: Past, clock: SystemClock) -> Machine
     )
 
 
-def _write_summary(config: RunConfig, directory: RunDirectory, summary: dict[str, Any]) -> str:
-    """Write summary.json, and a copy where `--summary` asks for it.
+def write_summary(path: Path, wanted: Path | None, summary: dict[str, Any]) -> str:
+    """Write summary.json at `path`, and the same where `--summary` asks for it, each whatever becomes of the other.
 
     A failure changes no exit code, since the run has ended as it has: it is told by what is returned, to be put behind
     the reason of the end.
     """
+    unwritten = ""
     try:
-        write_json_atomically(directory.summary, summary)
+        write_json_atomically(path, summary)
     except StorageError as error:
-        return f"; {error}"
-    if config.summary is None:
-        return ""
-    try:
-        config.summary.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(directory.summary, config.summary)
-    except OSError as error:
-        return f"; cannot write the summary to {config.summary}: {error.strerror}"
-    return ""
+        unwritten += f"; {error}"
+    if wanted is not None:
+        try:
+            wanted.parent.mkdir(parents=True, exist_ok=True)
+            wanted.write_text(json_text(summary))
+        except OSError as error:
+            unwritten += f"; cannot write the summary to {wanted}: {error.strerror}"
+    return unwritten
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,20 +128,59 @@ def test_the_writer_recovers_when_the_disk_does(tmp_path: Path) -> None:
     writer.close(SYNC_S)
 
 
+@pytest.mark.parametrize("most_bytes", [0, 100])
+def test_a_disk_that_stays_full_gets_one_segment_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """Not one an attempt, which would push the older ones out; with and without room for a segment's header."""
+    records = exception_story().records
+    is_full, is_tried = threading.Event(), threading.Event()
+    real_write = os.write
+
+    def refuse(descriptor: int, content: bytes) -> int:
+        if is_full.is_set() and len(content) > most_bytes:
+            real_write(descriptor, bytes(content)[: len(content) // 2])
+            raise OSError(28, "No space left on device")
+        return real_write(descriptor, content)
+
+    def count(_: str) -> None:
+        if writer.num_errors >= 5:
+            is_tried.set()
+
+    monkeypatch.setattr(journal.os, "write", refuse)
+    monkeypatch.setattr(journal, "RETRY_S", 0.001)
+    writer = JournalWriter(tmp_path, RUN, 1)
+    writer.on_error = count
+    writer.append(records[0])
+    assert writer.sync(SYNC_S)
+    is_full.set()
+    for record in records[1:]:
+        writer.append(record)
+    assert is_tried.wait(SYNC_S)
+    is_full.clear()
+    assert writer.sync(SYNC_S)
+    assert len(list(tmp_path.iterdir())) == writer.num_segments == 2
+    assert list(read_journal(tmp_path)) == records
+    writer.close(SYNC_S)
+
+
 def test_a_batch_written_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that failed half-way is repeated in a new segment; readers drop what repeats."""
     records = exception_story().records
-    real_write, failed = os.write, []
+    real_write, failed, is_full = os.write, [], threading.Event()
 
     def tear(descriptor: int, content: bytes) -> int:
-        if len(content) > 200 and not failed:
+        if is_full.is_set() and not failed:
             failed.append(real_write(descriptor, bytes(content)[: len(content) // 2]))
             raise OSError(28, "No space left on device")
         return real_write(descriptor, content)
 
     monkeypatch.setattr(journal.os, "write", tear)
     writer = JournalWriter(tmp_path, RUN, 1)
-    for record in records:
+    writer.append(records[0])
+    assert writer.sync(SYNC_S)
+    is_full.set()
+    for record in records[1:]:
         writer.append(record)
     assert writer.sync(SYNC_S)
     writer.close(SYNC_S)

@@ -13,6 +13,7 @@ import pytest
 
 from nvrx_sre.core import processes
 from nvrx_sre.core.errors import RunDirectoryBusy, UserError
+from nvrx_sre.launcher.main import write_summary
 from nvrx_sre.launcher.rundir import RunDirectory
 
 ITEMS = {"model": "tiny", "seed": "1"}
@@ -80,3 +81,20 @@ def test_c43_leftovers_are_ended_by_pid_and_start_time(tmp_path: Path) -> None:
         for popen in (ours, stranger):
             popen.kill()
             popen.wait()
+
+
+@pytest.mark.parametrize("blocked", ["run", "wanted"])
+def test_c09_a_summary_is_written_where_there_is_room(tmp_path: Path, blocked: str) -> None:
+    """One that cannot be written is told, and costs the other nothing."""
+    (tmp_path / blocked).write_text("in the way")
+    (tmp_path / ("wanted" if blocked == "run" else "run")).mkdir()
+    own, wanted = tmp_path / "run" / "summary.json", tmp_path / "wanted" / "end.json"
+    told = write_summary(own, wanted, {"steps": 3})
+    refused, written = (own, wanted) if blocked == "run" else (wanted, own)
+    assert told.count("; ") == 1 and str(refused) in told
+    assert json.loads(written.read_text()) == {"steps": 3}
+    written.unlink()
+    (tmp_path / blocked).unlink()
+    (tmp_path / blocked).mkdir()
+    assert write_summary(own, wanted, {"steps": 4}) == ""
+    assert own.read_text() == wanted.read_text()
