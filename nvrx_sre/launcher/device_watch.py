@@ -18,6 +18,7 @@ from nvrx_sre.launcher.devices import DeviceReading, errors_since, sickness, vis
 from nvrx_sre.launcher.nvml import Nvml, open_nvml
 from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.catalog import Component
+from nvrx_sre.telemetry.node_board import DeviceTotals
 
 POLL_S = 10.0
 """Between two readings of a device (seconds): counters move slowly, and each reading is several calls to the driver."""
@@ -32,10 +33,8 @@ class DevicesSnapshot:
     """The devices that the node's ranks may have."""
 
     uuids: tuple[str, ...] = ()
-    num_unfit: int = 0
-    num_throttled: int = 0
-    errors: Mapping[str, int] = field(default_factory=dict)
-    """Of all of them since the launcher's start, by `telemetry.labels.DeviceError`."""
+    """By CUDA's index."""
+    totals: DeviceTotals = field(default_factory=DeviceTotals)
 
 
 class DeviceWatch:
@@ -117,7 +116,10 @@ class DeviceWatch:
             self._unfit = found | dict(self._unfit)
             self._snapshot = DevicesSnapshot(
                 uuids=uuids,
-                num_unfit=len(self._unfit),
-                num_throttled=sum(reading.is_throttled for reading in readings),
-                errors=errors,
+                totals=DeviceTotals(
+                    num_seen=len(uuids),
+                    num_unfit=len(self._unfit),
+                    num_throttled=sum(reading.is_throttled for reading in readings),
+                    errors=errors,
+                ),
             )

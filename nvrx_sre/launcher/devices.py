@@ -97,7 +97,7 @@ def _why(reading: DeviceReading, first: DeviceReading) -> str:
 
 
 def errors_since(reading: DeviceReading, first: DeviceReading) -> dict[str, int]:
-    """Errors of each kind (`telemetry.labels.DeviceError`) since the first reading; never negative."""
+    """Errors of each kind (`telemetry.labels.DeviceErrorKind`) since the first reading; never negative."""
 
     def grown(now: int | None, before: int | None) -> int:
         return 0 if now is None or before is None else max(0, now - before)

@@ -18,7 +18,7 @@ from nvrx_sre.core.clock import Clock, SystemClock, seconds
 from nvrx_sre.launcher.device_watch import DeviceWatch
 from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.catalog import Component
-from nvrx_sre.telemetry.node_board import DeviceTotals, HostReading, NodeBoard, RankReading
+from nvrx_sre.telemetry.node_board import HostReading, NodeBoard, RankReading
 
 SAMPLE_S = 1.0
 SHM = Path("/dev/shm")
@@ -96,15 +96,7 @@ class HostSampler:
             clock_skew_s=seconds(SystemClock().wall_ns() - self._clock.wall_ns()),
         )
         memory = {pid: resident_bytes(pid) for pid in board.pids()}
-        devices = self._devices.snapshot()
-        board.set_devices(
-            DeviceTotals(
-                num_seen=len(devices.uuids),
-                num_unfit=devices.num_unfit,
-                num_throttled=devices.num_throttled,
-                errors=devices.errors,
-            )
-        )
+        board.set_devices(self._devices.snapshot().totals)
         board.set_host(reading, {pid: size for pid, size in memory.items() if size is not None})
 
     def _main(self) -> None:

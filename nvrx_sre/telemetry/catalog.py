@@ -37,7 +37,7 @@ from nvrx_sre.goodput.ratios import GoodputKind as GoodputKind
 from nvrx_sre.goodput.verdict import RunState as RunState
 from nvrx_sre.telemetry.labels import Component as Component
 from nvrx_sre.telemetry.labels import DeviceCount as DeviceCount
-from nvrx_sre.telemetry.labels import DeviceError as DeviceError
+from nvrx_sre.telemetry.labels import DeviceErrorKind as DeviceErrorKind
 from nvrx_sre.telemetry.labels import FreshProgress as FreshProgress
 from nvrx_sre.telemetry.labels import IncidentOutcome as IncidentOutcome
 from nvrx_sre.telemetry.labels import MemoryKind as MemoryKind
@@ -437,7 +437,7 @@ DEVICE_ERRORS = _counter(
     "nvrx_device_errors_total",
     Unit.COUNT,
     "Errors of the node's NVIDIA devices since this launcher's start; only where NVML sees a device.",
-    _label("kind", DeviceError),
+    _label("kind", DeviceErrorKind),
     scope=Scope.NODE,
 )
 RANK_HEARTBEAT = _gauge(

@@ -144,7 +144,7 @@ class DeviceCount(StrEnum):
     THROTTLED = "throttled"
 
 
-class DeviceError(StrEnum):
+class DeviceErrorKind(StrEnum):
     """Errors of a node's NVIDIA devices."""
 
     ECC_UNCORRECTED = "ecc_uncorrected"

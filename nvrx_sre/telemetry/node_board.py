@@ -20,7 +20,7 @@ from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.ids import node_of
 from nvrx_sre.events.schema import Event, GenerationFormed, LauncherStarted
 from nvrx_sre.telemetry import catalog
-from nvrx_sre.telemetry.labels import DeviceCount, DeviceError, MemoryKind, RankMetrics, SpaceKind
+from nvrx_sre.telemetry.labels import DeviceCount, DeviceErrorKind, MemoryKind, RankMetrics, SpaceKind
 from nvrx_sre.telemetry.metric import Bound, Metric
 from nvrx_sre.telemetry.series_recovery import gpu_of
 from nvrx_sre.telemetry.values import Values
@@ -46,12 +46,13 @@ class HostReading:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTotals:
-    """NVIDIA devices of the node; `errors` by `DeviceError`."""
+    """NVIDIA devices that the node's ranks may have."""
 
     num_seen: int = 0
     num_unfit: int = 0
     num_throttled: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
+    """Of all of them since the launcher's start, by `DeviceErrorKind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,7 @@ def _fill_devices(values: Values, devices: DeviceTotals) -> None:
     values.set(catalog.DEVICES, devices.num_seen, DeviceCount.SEEN)
     values.set(catalog.DEVICES, devices.num_unfit, DeviceCount.UNFIT)
     values.set(catalog.DEVICES, devices.num_throttled, DeviceCount.THROTTLED)
-    for kind in DeviceError:
+    for kind in DeviceErrorKind:
         values.set(catalog.DEVICE_ERRORS, devices.errors.get(kind, 0), kind)
 
 

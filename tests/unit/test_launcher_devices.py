@@ -264,8 +264,10 @@ def test_a_device_stays_unfit_for_its_first_reason(watches: list[DeviceWatch]) -
     watch._read(nvml, uuids)
     assert watch.unfit() == {1: f"device {UUIDS[0]} is unfit: its driver asks for a reset of the device"}
     snapshot = watch.snapshot()
-    assert (snapshot.uuids, snapshot.num_unfit, snapshot.num_throttled) == (UUIDS[::-1], 1, 1)
-    assert snapshot.errors["ecc_uncorrected"] == 2, "what was there before the launcher is not its runs'"
+    totals = snapshot.totals
+    assert snapshot.uuids == UUIDS[::-1]
+    assert (totals.num_seen, totals.num_unfit, totals.num_throttled) == (2, 1, 1)
+    assert totals.errors["ecc_uncorrected"] == 2, "what was there before the launcher is not its runs'"
 
 
 def test_a_watch_reads_in_its_thread_and_lets_go(watches: list[DeviceWatch]) -> None:
