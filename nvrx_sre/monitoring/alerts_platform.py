@@ -9,7 +9,7 @@ Pure.
 
 from __future__ import annotations
 
-from nvrx_sre.monitoring.promql import duration, number
+from nvrx_sre.monitoring.promql import number
 from nvrx_sre.monitoring.recordings import (
     LOOP_AGE,
     MAX_EXPECTED,
@@ -42,8 +42,8 @@ def platform_alerts(read: Readings) -> list[AlertRule]:
 
 
 def _target_missing(read: Readings) -> AlertRule:
-    limit, memory = number(read.values.target_missing_s), duration(read.values.missing_memory_s)
-    expected, settled = (f"last_over_time({name}[{memory}])" for name in (MAX_EXPECTED, MAX_SETTLED))
+    limit = number(read.values.target_missing_s)
+    expected, settled = _known_states(read)
     is_over = f" >= {read.on} {expected}"
     ended = lookup(MAX_SETTLED, read.values, memory_s=read.values.missing_memory_s, condition=is_over)
     return AlertRule(
@@ -65,9 +65,14 @@ def _target_missing(read: Readings) -> AlertRule:
 
 def _unanswered(read: Readings, limit_s: float) -> str:
     """No scrape of a run for so long, whose end is not known."""
-    memory = duration(read.values.missing_memory_s)
-    expected, settled = (f"last_over_time({name}[{memory}])" for name in (MAX_EXPECTED, MAX_SETTLED))
+    expected, settled = _known_states(read)
     return f"{read.silence} > {number(limit_s)}\nand {read.on}\n({expected} > {read.on} {settled})"
+
+
+def _known_states(read: Readings) -> tuple[str, str]:
+    """When a run that may not answer any more was last expected to, and last at its end."""
+    memory_s = read.values.missing_memory_s
+    return read.lately(MAX_EXPECTED, memory_s), read.lately(MAX_SETTLED, memory_s)
 
 
 def _scrapes_missing(read: Readings) -> AlertRule:

@@ -132,11 +132,16 @@ def _clocks(query: Query, values: Values) -> list[RecordingRule]:
     remembered = f"last_over_time({loop}[{memory}]) and last_over_time({job}[{memory}])"
     clock = "\nor\n".join(f"max by {keys} ({each})" for each in (f"{loop} and {job}", remembered, query.clock()))
     ahead = f"max by {keys} ({query.ahead()} and {loop})\nor\nmax by {keys} ({query.ahead()})"
+    age, scraped = f"min by {keys} ({query.clock()} - {loop})", f"max by {keys} (timestamp({loop}) and {job})"
+    recordings = (
+        (CLOCK, clock, catalog.LAUNCHER_LOOP, "The run's own time: the newest turn of its leader's loop."),
+        (LOOP_AGE, age, catalog.LAUNCHER_LOOP, "How long the leader's loop had not turned at the scrape (seconds)."),
+        (SCRAPED, scraped, catalog.LAUNCHER_LOOP, "When a scrape of the leader last succeeded, in Prometheus' time."),
+        (AHEAD, ahead, catalog.CLOCK_SKEW, "By how much the run's clock is ahead of Prometheus' (seconds)."),
+    )
     return [
-        _rule(catalog.LAUNCHER_LOOP, "clock", clock, values),
-        _rule(catalog.LAUNCHER_LOOP, "age", f"min by {keys} ({query.clock()} - {loop})", values),
-        _rule(catalog.LAUNCHER_LOOP, "scraped", f"max by {keys} (timestamp({loop}) and {job})", values),
-        RecordingRule(name=AHEAD, expr=filled(ahead, values), metric=catalog.CLOCK_SKEW),
+        RecordingRule(name=name, expr=filled(expr, values), metric=metric, meaning=meaning)
+        for name, expr, metric, meaning in recordings
     ]
 
 

@@ -38,8 +38,9 @@ class RecordingRule:
     name: str
     expr: str
     metric: Metric | None = None
-    """What it is recorded of; None where it is of the alerts, and `meaning` says what."""
+    """What it is recorded of; None where it is of the alerts."""
     meaning: str = ""
+    """What it is, where the metric's own description does not say that."""
     labels: tuple[str, ...] = ()
     """Labels beside the key."""
     after_alerts: bool = False
@@ -50,7 +51,7 @@ class RecordingRule:
     @property
     def subject(self) -> str:
         """What it is of, for the reference."""
-        return self.meaning if self.metric is None else self.metric.help
+        return self.meaning if self.meaning or self.metric is None else self.metric.help
 
     def to_rule(self) -> dict[str, Any]:
         """The rule as data of the rules file."""
