@@ -120,7 +120,7 @@ def _events_row(folder: Path, config: LauncherConfig) -> Row:
         return empty(reason, bench=BENCH, contestant=CONTESTANT, case="launcher events", ranks=config.ranks)
     is_met = percentile(rates, 0.5) >= EVENTS_PER_S_MIN and num_dropped == 0
     wanted = f"at least {EVENTS_PER_S_MIN} for a second of one core, none of {num_steps * config.ranks} dropped"
-    note = f"{target(wanted, is_met)}; {num_dropped} dropped at {config.events_per_s}/s over the ranks' sockets"
+    note = f"{target(wanted, is_met)}; {num_dropped} dropped at {config.events_per_s}/s over all ranks"
     return _row(rates, case="launcher events", ranks=config.ranks, unit="1/cpu s", note=note)
 
 

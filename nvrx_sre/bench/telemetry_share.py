@@ -25,6 +25,7 @@ from pathlib import Path
 
 from nvrx_sre.bench.rows import Row, summarize, target
 from nvrx_sre.bench.share_rank import ORDER, RUN_STEPS, STEP_S, Measured, Run, Timed
+from nvrx_sre.bench.telemetry_launcher import BENCH, CONTESTANT
 from nvrx_sre.core.clock import NS_PER_S
 from nvrx_sre.launcher import main as launcher
 from nvrx_sre.launcher.config import RunConfig
@@ -122,7 +123,7 @@ def _row(case: str, shares: list[float], what: str, *, has_target: bool = False)
         is_met = statistics.median(shares) <= SHARE_MAX_PERCENT
         note = f"{target(f'median at most {SHARE_MAX_PERCENT} % of a step of 10 ms', is_met)}; {note}"
     note += f"; {what}"
-    return summarize(shares, bench="telemetry", contestant="nvrx-sre", case=case, ranks=1, unit="%", note=note)
+    return summarize(shares, bench=BENCH, contestant=CONTESTANT, case=case, ranks=1, unit="%", note=note)
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
