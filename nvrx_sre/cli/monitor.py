@@ -114,8 +114,7 @@ class Watched:
 
 
 def read_followers(directory: Path) -> list[Endpoint]:
-    """Endpoints of the nodes that joined the newest leader; a file of an earlier one names a port that is no longer
-    theirs."""
+    """Endpoints of the nodes that joined the newest leader: a file of an earlier epoch may name another's port."""
     newest = RunDirectory(directory).newest_epoch()
     found = (read_endpoint(directory, file) for file in sorted(directory.glob("metrics-*.json")))
     return [item for item in found if item is not None and item.epoch == newest]

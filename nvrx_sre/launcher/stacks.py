@@ -5,7 +5,8 @@
 
 Model: `restart.stacks` says who writes into the memory. The descriptor's offset is shared with the process: it is how
 much was written, and setting it back makes room for the next generation. What a dead process left is taken at its
-death. All is handed to a thread when the next generation opens, or the run ends: a recovery pays for a copy.
+death. All is handed to a thread once the teardown is over, when the next generation opens, and when the run ends: a
+recovery pays for a copy.
 
 Bounded: the memory's size is sealed; the newest `MAX_GENERATIONS` of an incident and the newest `MAX_INCIDENTS` of a
 run are kept on disk. Redacted as logs are. Must not: wait for a disk, raise in the launcher's loop.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nvrx_sre.checkpoint.slots import SlotHeader
+from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import SaveFailure
 from nvrx_sre.testing.world_disk import Attempt, Commit
@@ -69,7 +70,7 @@ class SimWriter(SimChild):
         """Commit when all shares are there; give up at the deadline, or when somebody else did."""
         if len(attempt.parts) == message.num_parts:
             self._commit(message, taken[0])
-        elif attempt.is_ended or self.now_ns - since_ns > message.deadline_s * 1e9:
+        elif attempt.is_ended or self.now_ns - since_ns > to_ns(message.deadline_s):
             attempt.is_ended = True
             self.world.reach("a save ended for want of another host's share")
             self._fail(message, SaveFailure.INTERRUPTED)

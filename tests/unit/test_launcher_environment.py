@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from nvrx_sre.cli import running
 from nvrx_sre.core.errors import UserError
@@ -96,12 +98,8 @@ def test_a_planned_fault_of_a_device_asks_for_one(
 
 def test_torch_knows_the_names() -> None:
     """The header that torch ships names each variable of its own that is set here; a release that renames one shows."""
-    from pathlib import Path
-
-    import torch
-
     headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     text = "".join((headers / name).read_text() for name in ("ProcessGroupNCCL.hpp", "FlightRecorder.hpp"))
     known = set(re.findall(r"\w*NCCL_\w+|TORCH_FR_\w+", text))
     ours = {name for item in VARIABLES for name in (item.name, *item.older_names)}
-    assert {name for name in ours if name.startswith("TORCH_NCCL_")} <= known
+    assert {name for name in ours if name.startswith(("TORCH_NCCL_", "TORCH_FR_"))} <= known
