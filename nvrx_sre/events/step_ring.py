@@ -97,6 +97,11 @@ class StepRing:
         """Steps that were ever stored."""
         return self._counts[_WRITTEN]
 
+    @property
+    def num_taken(self) -> int:
+        """Steps that were taken so far, as the launcher says."""
+        return self._counts[_TAKEN]
+
     def mark(self, packet: bytes) -> bytes:
         """A packet for the channel, with the number of steps that are to be taken in before it."""
         return _MARK.pack(_MARKED, self._own_written) + packet
@@ -126,11 +131,6 @@ class StepRing:
         return True
 
     # --- the launcher -----------------------------------------------------------------------------------------
-
-    @property
-    def num_taken(self) -> int:
-        """Steps that were taken so far, as the rank sees it."""
-        return self._counts[_TAKEN]
 
     @property
     def has_more(self) -> bool:
