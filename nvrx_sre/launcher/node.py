@@ -294,7 +294,9 @@ class Node:
         message = command.message
         if isinstance(message, wire.Go):
             self._generation, self._world_size = message.generation, message.world_size
-            self.stacks.enter(command.child, self._rank_of[command.child], message.generation)
+            rank = self._rank_of.get(command.child)
+            if rank is not None:  # else it has died since its generation was decided on
+                self.stacks.enter(command.child, rank, message.generation)
             message = dataclasses.replace(
                 message, store_host=message.store_host or self.leader_address, interface=self.interface
             )
