@@ -370,9 +370,7 @@ class Machine:
 
     def _on_device_unfit(self, item: c.DeviceUnfit, now_ns: int) -> None:
         """The generation goes on: whether the device really fails, its rank will tell. The next one does without it."""
-        device = self._job.device_at(item.node, item.index)
-        if device:
-            self._job.unfit.setdefault(device, item.reason)
+        self._job.note_unfit(item.node, item.index, item.reason)
 
     def _lose_slots(self, node: int) -> None:
         """What ranks of `node` held in memory is gone: nothing is sealed on all ranks any more."""

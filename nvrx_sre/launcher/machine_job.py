@@ -141,7 +141,7 @@ class Job:
         self._places = {device: divmod(index, per_node) for index, device in enumerate(self.config.devices)}
         self.absent = set(range(1, self.config.num_nodes))
         for index, reason in self.config.unfit.items():
-            self.unfit[self.device_at(0, index)] = reason
+            self.note_unfit(0, index, reason)
         self.devices = self.devices_without("")
         self.leave_unfit_out()
         self.devices = self.devices_without("")
@@ -169,9 +169,11 @@ class Job:
                 left_out.append(device)
         return left_out
 
-    def device_at(self, node: int, index: int) -> str:
-        """Identity of a device, '' if the node has no such rank."""
-        return next((device for device, place in self._places.items() if place == (node, index)), "")
+    def note_unfit(self, node: int, index: int, reason: str) -> None:
+        """The device with this index should have no rank; of one that is no rank's nothing is noted."""
+        for device, place in self._places.items():
+            if place == (node, index):
+                self.unfit.setdefault(device, reason)
 
     def is_enough(self, devices: tuple[str, ...]) -> bool:
         """A world of these devices may go on."""
