@@ -208,7 +208,7 @@ def drop_cached_pages(directory: Path, names: Sequence[str]) -> None:
 
 
 def _render(manifest: Manifest) -> bytes:
-    # Not `asdict`: it copies all of `dcp`, which cost every recovery 5 ms a checkpoint.
+    # Not `asdict`: it copies all of `dcp`, which costs every recovery 5 ms a checkpoint.
     files = {name: vars(entry) for name, entry in manifest.files.items()}
     body = {"schema": SCHEMA_VERSION, **vars(manifest), "files": files}
     text = canonical_json(body)

@@ -50,13 +50,11 @@ from nvrx_sre.events.schema import RejectReason
 
 CHUNK_BYTES = 1 << 20
 """What is hashed and then copied: fits the cache of a core beside its copy."""
-
-
 Lap = Callable[[str], None]
 """Told the name of each part of the work when it ends."""
 
 
-def unwatched(_: str) -> None:
+def untimed(_: str) -> None:
     """Nobody wants to know how long it took."""
 
 
@@ -75,7 +73,7 @@ class HotCandidate:
         tracked: Mapping[str, object],
         spare: Spare | None = None,
     ) -> None:
-        self.lap: Lap = unwatched
+        self.lap: Lap = untimed
         self._spare = spare or Spare()
         self._slot_file = slot_file
         self._slot = slot
@@ -170,7 +168,7 @@ class DurableCandidate:
         tracked: Mapping[str, object],
         spare: Spare | None = None,
     ) -> None:
-        self.lap: Lap = unwatched
+        self.lap: Lap = untimed
         self._spare = spare or Spare()
         self._directory = directory
         self._run = run
