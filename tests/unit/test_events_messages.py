@@ -1,4 +1,4 @@
-"""Wire form of the channel's messages: what goes in comes out, and nothing else is a message."""
+"""Wire form of messages: what goes in comes out, and nothing else is a message."""
 
 from __future__ import annotations
 
