@@ -37,6 +37,9 @@ ALIVE_INTERVAL_S = 0.25
 REDELIVERY_S = 0.003
 """Pause between two deliveries of one interrupt: prototypes needed 1 to 3 deliveries, 1 ms apart at least."""
 
+SLOTS_POLL_S = 0.01
+"""Between two looks at what the launcher publishes in slots; only the last capture of a run ever waits for it."""
+
 
 class Abortable(Protocol):
     """What the monitor aborts when a generation is interrupted."""
@@ -159,9 +162,13 @@ class RankControl:
             self._changed.wait_for(lambda: self._turn >= (self._generation, step) or self._leave)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Block until `condition` holds; asked again at each message of the launcher's, which announces the change."""
+        """Block until `condition` holds, or the launcher says leave.
+
+        Asked again at each message of the launcher's, and every 10 ms: what it publishes in slots has no message.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: condition() or self._leave)
+            while not (condition() or self._leave):
+                self._changed.wait(SLOTS_POLL_S)
 
     def arm(self, generation: int) -> None:
         """From now on an interrupt of `generation` is raised here. Raises it if it has already come."""

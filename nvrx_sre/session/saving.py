@@ -89,13 +89,15 @@ class HotSaver:
     def finish(self, step: int) -> None:
         """Training is over at `step`: capture it unless it is, and wait until it is sealed.
 
-        Blocks while the writer holds the only other slot.
+        Blocks while no slot is free: the writer holds one, or the launcher has yet to hear from other ranks that the
+        capture before this one is sealed everywhere.
         """
         if step > self._newest:
             self._process.control.enter(Phase.SAVE, tell=False)
+            self._wait_sealed()
             slots = self._process.slots
-            if slots is not None and self._free_slot(slots, step) is None:
-                self._process.control.wait_until(lambda: slots.held_slot < 0)
+            if slots is not None:
+                self._process.control.wait_until(lambda: self._free_slot(slots, step) is not None)
             self._capture(step, durable=False)
         self._wait_sealed()
         if self._untold is not None:
