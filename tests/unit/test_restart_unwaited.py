@@ -1,0 +1,74 @@
+"""Collectives that were called and not waited for leave nothing behind when their generation ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _get_work_registry_size as num_unwaited
+
+from nvrx_sre.core.errors import Interrupted
+from nvrx_sre.restart.unwaited import UnwaitedCollectives
+
+GENERATION = 1
+
+
+def resources() -> tuple[int, int]:
+    """Descriptors and native threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def interrupted_in_between() -> None:
+    """The result is in this frame alone when the interrupt comes."""
+    result = torch.ops._c10d_functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD.group_name)
+    assert result.numel() == 4
+    raise Interrupted(GENERATION)
+
+
+def generation(unwaited: UnwaitedCollectives) -> None:
+    """Form a group, be interrupted, tear down."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        interrupted_in_between()
+    except Interrupted:
+        unwaited.keep()
+    unwaited.end()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def no_group() -> Iterator[None]:
+    """Nothing of another test's is in the way, and nothing of this one's stays."""
+    assert not dist.is_initialized()
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_what_an_interrupt_cut_off_is_let_go(no_group: None) -> None:
+    """Ten interrupts between a collective and its wait: no descriptor and no thread more than after the first."""
+    unwaited, before = UnwaitedCollectives(), num_unwaited()
+    generation(unwaited)
+    first = resources()
+    for _ in range(10):
+        generation(unwaited)
+    assert (resources(), num_unwaited()) == (first, before)
+
+
+def test_a_result_that_is_gone_is_not_looked_for_again(no_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work stays with torch; generations after it do not search all objects of the process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.ops._c10d_functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD.group_name)
+    unwaited = UnwaitedCollectives()
+    unwaited.keep()
+    unwaited.end()
+
+    def searched() -> list[object]:
+        raise AssertionError("searched again")
+
+    monkeypatch.setattr("nvrx_sre.restart.unwaited.gc.get_objects", searched)
+    unwaited.keep()
+    dist.destroy_process_group()
