@@ -20,6 +20,7 @@ from nvrx_sre.monitoring.alerts_progress import PROGRESS_CAPS as PROGRESS_CAPS
 from nvrx_sre.monitoring.alerts_progress import progress_alerts, progress_recordings
 from nvrx_sre.monitoring.alerts_recovery import recovery_alerts
 from nvrx_sre.monitoring.endings import ending_recordings
+from nvrx_sre.monitoring.inhibition import told_before
 from nvrx_sre.monitoring.recordings import Readings
 from nvrx_sre.monitoring.recordings import recording_rules as metric_recordings
 from nvrx_sre.monitoring.rule import RUN_DASHBOARD_UID as RUN_DASHBOARD_UID
@@ -40,7 +41,7 @@ def recording_rules(values: Values) -> list[RecordingRule]:
 
 
 def alert_rules(values: Values) -> list[AlertRule]:
-    """All alerts of the rules file, in file order. Several rules may share a name; their labels differ."""
+    """All alerts of the rules file, most definite first. Several rules may share a name; their labels differ."""
     read = Readings(values)
     themes = (progress_alerts, platform_alerts, checkpoint_alerts, recovery_alerts, goodput_alerts)
     return [rule for theme in themes for rule in theme(read)]
@@ -56,7 +57,7 @@ def rules_document(values: Values) -> dict[str, Any]:
     recordings = recording_rules(values)
     rules = [
         *(rule.to_rule() for rule in recordings if not rule.after_alerts),
-        *(rule.to_rule(values) for rule in alert_rules(values)),
+        *(rule.to_rule(values) for rule in sorted(alert_rules(values), key=lambda rule: told_before(rule.name))),
         *(rule.to_rule() for rule in recordings if rule.after_alerts),
     ]
     return {"groups": [{"name": GROUP, "rules": rules}]}

@@ -29,11 +29,22 @@ BLIND = ("NvrxTargetMissing", "NvrxLauncherStuck")
 INHIBITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("NvrxRunHalted", ("NvrxCrashLooping", "NvrxRecoveryOverdue", *SIGNS)),
     ("NvrxCrashLooping", ("NvrxRecoveryOverdue", STUCK, *SIGNS)),
-    ("NvrxRecoveryOverdue", SIGNS),
     (STUCK, ("NvrxRecoveryOverdue",)),
+    ("NvrxRecoveryOverdue", SIGNS),
     *((source, SIGNS) for source in BLIND),
 )
-"""(source, targets): while the source fires for a run, its targets send nothing for that run."""
+"""(source, targets): while the source fires for a run, its targets send nothing for that run. No later source has an
+earlier one as its target."""
+
+
+def told_before(alert: str) -> int:
+    """Sort key for rules: targets come before what inhibits them.
+
+    Alerts are sent one by one. What ends at one evaluation must end for the target first, or a notification in between
+    tells of a target that nothing inhibits any more.
+    """
+    sources = [source for source, _ in INHIBITIONS]
+    return -sources.index(alert) if alert in sources else -len(sources)
 
 
 def inhibit_rules(keys: Sequence[str]) -> list[dict[str, Any]]:

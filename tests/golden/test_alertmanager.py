@@ -79,6 +79,15 @@ def test_the_ladder_of_inhibition() -> None:
     }
 
 
+def test_targets_are_told_before_what_inhibits_them() -> None:
+    """Alerts go to Alertmanager one by one: a target that ended later than its source would page for a moment."""
+    document = yaml.safe_load(assets.asset(assets.RULES_FILE).read_text())
+    order = [rule["alert"] for rule in document["groups"][0]["rules"] if "alert" in rule]
+    for source, targets in INHIBITIONS:
+        last = max(len(order) - 1 - order[::-1].index(target) for target in targets)
+        assert order.index(source) > last, source
+
+
 def test_what_is_named_is_an_alert() -> None:
     """A renamed alert would silently page twice."""
     names = {rule.name for rule in alert_rules(VALUES)}
