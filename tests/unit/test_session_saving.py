@@ -271,7 +271,7 @@ def test_the_last_step_waits_for_the_slot_that_the_writer_reads() -> None:
 
 
 def test_the_last_step_waits_for_what_the_launcher_has_yet_to_hear() -> None:
-    """Two slots: whether step 1 or 2 is the newest of all ranks is not known yet, so that neither may be overwritten."""
+    """Two slots: whether step 1 or 2 is the newest of all ranks is not known yet, so neither may be overwritten."""
     rank = Rank()
     rank.num_slots, rank.heard_late = 2, 2
     rank.step()
