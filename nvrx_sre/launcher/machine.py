@@ -56,7 +56,7 @@ __all__ = ["Machine", "MachineConfig", "MachineStart"]
 _GATHERED = frozenset({ChildState.STARTING, ChildState.PARKED, ChildState.ASSIGNED, ChildState.READY})
 """States of a child that is on its way into the pending generation."""
 _OF_WRITERS = (wire.WriterProgress, wire.Retired, wire.Injected)
-_AFTER_ENTRY = (wire.Acked, wire.Injected)
+_AFTER_ENTRY = (wire.Acked, wire.Injected, wire.Rejected)
 """What counts of the open generation in whatever state the rank is. (Named here: a union would be built each time.)"""
 
 

@@ -25,7 +25,7 @@ from nvrx_sre.events.schema import FaultClass, Phase
 from nvrx_sre.restart import abort, compiled, flight_recorder, health, torch_errors
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.restart.leftovers import Leftovers
-from nvrx_sre.restart.unwaited import UnwaitedCollectives
+from nvrx_sre.restart.unwaited import wait_for_the_unwaited
 
 
 def write_to_log(fault: torch_errors.Description) -> None:
@@ -60,7 +60,6 @@ class Restarter:
         self.control = control
         self.groups = groups
         self.leftovers = Leftovers()
-        self.unwaited = UnwaitedCollectives()
         control.groups = groups
         control.on_interrupt = self._keep_trace
 
@@ -105,13 +104,11 @@ class Restarter:
                     outcome.finished = True
                 else:
                     outcome.fault = torch_errors.describe(error)
-                self.unwaited.keep()
             self.control.armed = None
         except Interrupted:
             # Plain attribute store, no call: the interpreter cannot run the handler before it is done.
             self.control.armed = None
             outcome = Outcome()
-            self.unwaited.keep()
         return outcome
 
     def _report(self, generation: int, outcome: Outcome, body: GenerationBody) -> None:
@@ -148,7 +145,7 @@ class Restarter:
         """Leave the old generation for good; '' or why this process is unfit for another."""
         self.control.enter(Phase.TEARDOWN, tell=False)
         self.groups.abort()
-        self.unwaited.end()
+        wait_for_the_unwaited()
         self.groups.clear()
         compiled.reset()
         reason = self.leftovers.end()

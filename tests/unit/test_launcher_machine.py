@@ -317,6 +317,20 @@ def test_c03_rejected_checkpoint_is_moved_once() -> None:
     assert [item.tier for item in driven.events(schema.CheckpointRejected)] == ["hot"]
 
 
+def test_what_is_rejected_counts_although_another_rank_has_raised_over_it() -> None:
+    """Only the rank that found the damage tells of it; one that found none may be the first to fail."""
+    driven = DrivenMachine()
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    for rank in range(2):
+        driven.make_ready(driven.child_of(rank))
+    driven.raise_in(1, 1, fault="checkpoint_corrupt", phase="load")
+    assert driven.events(schema.FaultDetected)
+    rejected = wire.Rejected(generation=1, step=10, tier="hot", directory="", reason="digest", message="m")
+    driven.say(driven.child_of(0), rejected)
+    assert [item.step for item in driven.events(schema.CheckpointRejected)] == [10]
+
+
 def test_slots_are_granted_to_the_rank_that_wants_them() -> None:
     """The request becomes a command with the sender's rank."""
     driven = begun()

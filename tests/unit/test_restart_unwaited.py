@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _get_work_registry_size as num_unwaited
 
 from nvrx_sre.core.errors import Interrupted
-from nvrx_sre.restart.unwaited import UnwaitedCollectives
+from nvrx_sre.restart.unwaited import wait_for_the_unwaited
 
 GENERATION = 1
 
@@ -28,14 +29,13 @@ def interrupted_in_between() -> None:
     raise Interrupted(GENERATION)
 
 
-def generation(unwaited: UnwaitedCollectives) -> None:
+def generation() -> None:
     """Form a group, be interrupted, tear down."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with contextlib.suppress(Interrupted):
         interrupted_in_between()
-    except Interrupted:
-        unwaited.keep()
-    unwaited.end()
+    assert num_unwaited() == 1
+    wait_for_the_unwaited()
     dist.destroy_process_group()
 
 
@@ -50,25 +50,17 @@ def no_group() -> Iterator[None]:
 
 def test_what_an_interrupt_cut_off_is_let_go(no_group: None) -> None:
     """Ten interrupts between a collective and its wait: no descriptor and no thread more than after the first."""
-    unwaited, before = UnwaitedCollectives(), num_unwaited()
-    generation(unwaited)
+    generation()
     first = resources()
     for _ in range(10):
-        generation(unwaited)
-    assert (resources(), num_unwaited()) == (first, before)
+        generation()
+    assert (resources(), num_unwaited()) == (first, 0)
 
 
-def test_a_result_that_is_gone_is_not_looked_for_again(no_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its work stays with torch; generations after it do not search all objects of the process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch.ops._c10d_functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD.group_name)
-    unwaited = UnwaitedCollectives()
-    unwaited.keep()
-    unwaited.end()
-
-    def searched() -> list[object]:
-        raise AssertionError("searched again")
-
-    monkeypatch.setattr("nvrx_sre.restart.unwaited.gc.get_objects", searched)
-    unwaited.keep()
-    dist.destroy_process_group()
+def test_nothing_is_searched_where_everything_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery pays for a look at all objects only where something is left."""
+    looks: list[None] = []
+    monkeypatch.setattr("nvrx_sre.restart.unwaited.gc.get_objects", lambda: looks.append(None))
+    assert num_unwaited() == 0
+    wait_for_the_unwaited()
+    assert looks == []
