@@ -110,6 +110,7 @@ def orphans() -> Iterator[Orphans]:
 def launcher(orphans: Orphans, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     """One server for all tests that leave it alive."""
     launcher = Launcher(tmp_path_factory.mktemp("forks"))
+    assert launcher.run("") == (0, [])  # it starts with the first request
     yield launcher
     launcher.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -175,12 +176,17 @@ def test_unknown_endings_and_missing_folders_are_said(found: Found, tmp_path: Pa
 
 
 def test_memory_stays_that_of_one_chunk(tmp_path: Path) -> None:
-    """16 chunks of 8 MB go into a safetensors file within 64 MB more than the imports take."""
+    """16 chunks of 8 MB go into a safetensors file within 32 MB more than the imports take."""
     whole = torch.zeros(32 << 20)
     cuts: Sequence[Cut] = [((rank << 21, (rank + 1) << 21),) for rank in range(16)]
     commit_tensors(tmp_path, 1, {"m.w": Part(whole, cuts, ("m", "w"))}, STATE)
     done = subprocess.run(
-        [sys.executable, "-c", _WITHIN, str(tmp_path), str(64 << 20)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _WITHIN, str(tmp_path), str(32 << 20)],
+        capture_output=True,
+        text=True,
+        check=False,
+        # What is freed is given back at once: else malloc's heap decides, which differs from run to run by 48 MB.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.safetensors").stat().st_size > 128 << 20
