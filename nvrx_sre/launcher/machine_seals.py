@@ -73,7 +73,7 @@ class Seals:
         self._ranks: list[_RankSeals] = []
         self._waiting: deque[Unsettled] = deque()
         self._uncaptured: Unsettled | None = None
-        """The newest step, if it is settled and no rank had begun to capture it."""
+        """The newest step, if it is settled and not sealed: ranks capture the last one after their report."""
 
     def open(self, generation: int, world_size: int) -> None:
         """A generation was opened: nothing of it is captured yet."""
@@ -100,9 +100,11 @@ class Seals:
             item = self._waiting.popleft()
             outcome = self._outcome(item)
             settled.append(outcome)
-            self._uncaptured = None if outcome.sealed or outcome.is_stranded else item
+            self._uncaptured = None if outcome.sealed else item
+            # A rank that is through may have captured the last step before another one has reported it.
+            first_kept = item.step if self._uncaptured else item.step + 1
             for state in self._ranks:
-                state.slots = {step: slot for step, slot in state.slots.items() if step > item.step}
+                state.slots = {step: slot for step, slot in state.slots.items() if step >= first_kept}
         last = self._uncaptured
         if last is not None and not self._waiting and self._seal(last):
             self._uncaptured = None

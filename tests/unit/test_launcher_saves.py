@@ -133,6 +133,25 @@ def test_ranks_that_wait_are_released_when_their_step_cannot_be_saved() -> None:
     assert released(driven) == [10, 20, 30]
 
 
+@pytest.mark.parametrize("order", ["reports first", "one rank is through before the other has reported"])
+@pytest.mark.parametrize("first_slot", [-1, 0], ids=["no rank had captured it", "one rank had"])
+def test_the_last_step_is_saved_in_whatever_order_ranks_tell(order: str, first_slot: int) -> None:
+    """Ranks capture the last step after their report of it, and a launcher hears one rank after the other."""
+    driven = begun()
+    driven.step(81)
+    said = [
+        lambda: driven.step(82, ranks=[0], slot=first_slot),
+        lambda: driven.seal(0, 82, 0),
+        lambda: driven.step(82, ranks=[1], slot=-1),
+        lambda: driven.seal(1, 82, 1),
+    ]
+    for tell in said if order != "reports first" else [said[0], said[2], said[1], said[3]]:
+        tell()
+    for rank in range(2):
+        driven.say(driven.child_of(rank), wire.Finished(generation=1, step=82, result={}, mono_ns=driven.now_ns))
+    assert [(item.step, item.slots) for item in driven.all(c.StartSave)] == [(82, (0, 1))]
+
+
 def test_what_is_owed_is_not_started_when_the_run_ends() -> None:
     """A run that stops for good finishes the save in flight and begins no other."""
     driven = begun()
