@@ -12,6 +12,8 @@ from __future__ import annotations
 from nvrx_sre.monitoring.promql import number
 from nvrx_sre.monitoring.recordings import (
     LOOP_AGE,
+    LOST_ERRORS,
+    LOST_ITEMS,
     MAX_EXPECTED,
     MAX_SETTLED,
     MAX_SKEW,
@@ -169,14 +171,11 @@ def _storage_near_full(read: Readings) -> AlertRule:
 
 
 def _telemetry_dropping(read: Readings) -> AlertRule:
-    window_s = read.values.telemetry_window_s
-    dropped = read.gained(catalog.TELEMETRY_DROPPED, window_s)
-    errors = read.gained(catalog.TELEMETRY_ERRORS, window_s)
     return AlertRule(
         name="NvrxTelemetryDropping",
         verdict="telemetry incomplete",
         severity="warning",
-        expr=f"({dropped} > 0 or {errors} > 0)\n{read.expected}",
+        expr=f"({LOST_ITEMS} > 0 or {LOST_ERRORS} > 0)\n{read.expected}",
         meaning="Telemetry loses items or swallows errors (label `component`). Training is not affected.",
         clears="`telemetry_window_s` after the last one.",
         summary="Run {{ $labels.run }}: telemetry's {{ $labels.component }} lost {{ $value }} items.",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from nvrx_sre.core.errors import InternalError
 from nvrx_sre.telemetry import catalog
-from nvrx_sre.telemetry.metric import RUN_LABEL, Metric, MetricType
+from nvrx_sre.telemetry.metric import RUN_LABEL, Metric, MetricType, Scope
 
 CUMULATIVE = (MetricType.COUNTER, MetricType.HISTOGRAM)
 _MS_PER_UNIT = (("w", 604_800_000), ("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1_000), ("ms", 1))
@@ -105,7 +105,8 @@ class Query:
         """What a counter or a histogram's part gained within `window`: whole numbers, never extrapolated.
 
         A run's counters go on where its last launcher stopped, so the difference of the extremes over all pods is
-        exact where a sum or a maximum of `increase` over pods is not.
+        exact where a sum or a maximum of `increase` over pods is not. What each launcher counts for itself is added
+        up over launchers.
         """
         if metric.type not in CUMULATIVE:
             raise InternalError(f"gain of {metric.name}, which is a {metric.type}")
@@ -113,6 +114,8 @@ class Query:
         series = f"{self.series(metric, suffix, **labels)}[{window}]"
         fixed = [name for name, wanted in labels.items() if isinstance(wanted, str)]
         varying = [name for name in metric.label_names if name not in fixed and name not in by]
+        if metric.scope is Scope.NODE:
+            return f"sum by {self.keys(*by)} (max_over_time({series}) - min_over_time({series}))"
         keys = self.keys(*by, *varying)
         gained = f"(max by {keys} (max_over_time({series})) - min by {keys} (min_over_time({series})))"
         return f"sum by {self.keys(*by)} {gained}" if varying else gained

@@ -5,7 +5,9 @@ old pod said nor counts it twice (failure case C69). Three kinds:
 
 - `newest`: the greatest value within `sample_memory_s`. For what only grows: counters, entry times.
 - `live`: the value of this scrape; a remembered one only where there is none. For what may fall.
-- particular ones: the clock, and ratios that are taken within one pod before pods are compared.
+- particular ones: the clock, ratios that are taken within one pod before pods are compared, and what telemetry lost:
+  each launcher counts its own from 0, so what each gained is added up. A maximum would be that of the launcher which
+  lost most, long ago, and hide what another loses now.
 
 Time limits are judged by the run's own clock at its newest scrape (`CLOCK`), on which everything that it exports is
 stamped. `time()` would add the age of that scrape and what the two clocks differ by: a gap of three minutes would
@@ -49,6 +51,8 @@ SCRAPED = recorded(catalog.LAUNCHER_LOOP, "scraped")
 MAX_SKEW = recorded(catalog.CLOCK_SKEW, "max_abs")
 MEMORY_PRESSURE = recorded(catalog.HOST_MEMORY, "max_pressure")
 UNFIT_DEVICES = recorded(catalog.DEVICES, "max_unfit")
+LOST_ITEMS = recorded(catalog.TELEMETRY_DROPPED, "sum_gained")
+LOST_ERRORS = recorded(catalog.TELEMETRY_ERRORS, "sum_gained")
 MIN_FREE = recorded(catalog.STORAGE, "min_free")
 MIN_FREE_RATIO = recorded(catalog.STORAGE, "min_free_ratio")
 
@@ -66,8 +70,6 @@ _NEWEST: tuple[tuple[Metric, tuple[str, ...]], ...] = (
     (catalog.FRESH_STARTS, ("progress",)),
     (catalog.SAVES, ("tier", "outcome")),
     (catalog.CHECKPOINT_REJECTED, ("reason",)),
-    (catalog.TELEMETRY_DROPPED, ("component",)),
-    (catalog.TELEMETRY_ERRORS, ("component",)),
     (catalog.WALL_SECONDS, ()),
     (catalog.TIME_SECONDS, ("state",)),
 )
@@ -115,7 +117,8 @@ def recording_rules(values: Values) -> list[RecordingRule]:
         _rule(metric, "max", query.latest(metric, *by, memory_s=memory_s), values, by=by) for metric, by in _NEWEST
     ]
     rules += [_rule(metric, "max", query.live(metric, *by, memory_s=memory_s), values, by=by) for metric, by in _LIVE]
-    return [*rules, *_clocks(query, values), *_states(query, values), *_pods(query, values), *_nodes(query, values)]
+    rules += [*_clocks(query, values), *_states(query, values), *_pods(query, values)]
+    return [*rules, *_losses(query, values), *_nodes(query, values)]
 
 
 def _rule(metric: Metric, operation: str, expr: str, values: Values, *, by: tuple[str, ...] = ()) -> RecordingRule:
@@ -175,6 +178,24 @@ def _pods(query: Query, values: Values) -> list[RecordingRule]:
         RecordingRule(name=DEV_RUN, expr=filled(dev, values), metric=info),
         _rule(build, "max", builds, values, by=("catalog",)),
     ]
+
+
+def _losses(query: Query, values: Values) -> list[RecordingRule]:
+    """What telemetry lost within `telemetry_window_s`, over all launchers of a run."""
+    memory, window = duration(values.sample_memory_s), duration(values.telemetry_window_s)
+    rules = []
+    for name, metric, what in (
+        (LOST_ITEMS, catalog.TELEMETRY_DROPPED, "Items dropped"),
+        (LOST_ERRORS, catalog.TELEMETRY_ERRORS, "Errors swallowed"),
+    ):
+        series = query.series(metric)
+        now = f"last_over_time({series}[{memory}])"
+        # a count that was higher is that of the launcher before, under the same address: this one began at 0
+        before = f"(last_over_time({series}[{memory}] offset {window}) <= {now}\nor\n0 * {now})"
+        expr = filled(f"sum by {query.keys('component')} ({now} - {before})", values)
+        meaning = f"{what} within `telemetry_window_s`: what each launcher gained, added up."
+        rules.append(RecordingRule(name=name, expr=expr, metric=metric, meaning=meaning, labels=("component",)))
+    return rules
 
 
 def _nodes(query: Query, values: Values) -> list[RecordingRule]:

@@ -317,6 +317,21 @@ def test_c70_no_rate_of_a_sum() -> None:
     assert outcome.passed, outcome.output
 
 
+def test_what_one_launcher_lost_hides_nothing_that_another_loses() -> None:
+    """Each counts its own from 0: the one that lost most does not outshine the rest, nor one its own successor."""
+    dropped = (catalog.TELEMETRY_DROPPED.name, "otlp")
+    told = {"NvrxTelemetryDropping": [(60.0, 60.0 + QUICK.telemetry_window_s), (1_200.0, 1_800.0)]}
+    follower = Run("wide", BEGIN, levels={dropped: jump(1_200, 0, 5)}, pods=(("pod-1", 0, END),))
+    again = {dropped: lambda now: 3 * (now >= 1_200) if now >= 900 else 7 * (now >= 60)}
+    runs = [
+        Run("wide", BEGIN, told, levels={dropped: jump(60, 0, 7)}),
+        follower,
+        Run("anew", BEGIN, told, levels=again),
+    ]
+    outcome = check(QUICK, runs, 15, UNTIL_S)
+    assert outcome.passed, outcome.output[:20_000]
+
+
 @pytest.mark.parametrize("text", [generate.rules_file(Values()), generate.kubernetes_rules_file(Values())])
 def test_shipped_rules_pass_every_lint(text: str, tmp_path: Path) -> None:
     """`promtool check rules` with all lints fatal."""

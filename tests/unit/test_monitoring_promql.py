@@ -72,6 +72,19 @@ def test_c70_rates_are_taken_before_aggregation() -> None:
     )
 
 
+def test_what_launchers_count_for_themselves_is_added_up() -> None:
+    """The job's counters go on over pods; those of a launcher begin at 0 with it, so that the extremes over all of them
+    would show as a gain what one lost long ago."""
+    job, own = (
+        QUERY.gain(m, "component", window="1h") for m in (catalog.TELEMETRY_DEGRADATIONS, catalog.TELEMETRY_DROPPED)
+    )
+    assert "max by (namespace, run, component) (max_over_time(" in job
+    assert own == (
+        "sum by (namespace, run, component) "
+        "(max_over_time(nvrx_telemetry_dropped_total[1h]) - min_over_time(nvrx_telemetry_dropped_total[1h]))"
+    )
+
+
 def test_recording_rules_are_named_level_metric_operation() -> None:
     """`run:<metric>:max`."""
     assert recorded(catalog.LOSS) == "run:nvrx_loss:max"
