@@ -9,6 +9,7 @@ it is when it starts.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -27,6 +28,7 @@ TAIL_BYTES = 8192
 STACKS_WAIT_S = 0.1
 """Longest wait for the stacks of a hung process before it is killed (seconds)."""
 STACKS_POLL_S = 0.005
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,11 +70,16 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def request_stacks(self) -> None:
-        """Have the stacks of all the child's threads written to its stack file. Does not wait."""
+        """Have the stack of the child's main thread written to its stack file. Does not wait."""
         if self.stacks is None or not self.pid:
             return
         self.stacks.write("Asked for by the launcher:\n")
         self._stacks_from_bytes = self.stacks.num_bytes()
+        # To its main thread: what is sent to the process the kernel may give to any. Nobody else has the number of a
+        # child that was not reaped.
+        if hasattr(_LIBC, "tgkill"):  # glibc 2.30
+            _LIBC.tgkill(self.pid, self.pid, STACKS_SIGNAL)
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, STACKS_SIGNAL)
 

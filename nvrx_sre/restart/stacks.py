@@ -1,14 +1,20 @@
 """Where this process stood when a generation ended: its own account, in memory that its launcher keeps.
 
 Model: the launcher owns 64 KiB of shared memory for each process and hands it over as a descriptor, whose offset both
-share: it says how much was written. Three write there:
+share: it says how much was written. Four write there:
 
-    STACKS_SIGNAL -> faulthandler    all threads, also while native code holds the interpreter's lock; not if stopped
-    the interrupt's handler          the frame that it found the main thread in, before anything is unwound
-    an exception of the user's code  its traceback
+    STACKS_SIGNAL -> faulthandler   the main thread, also while native code holds the interpreter's lock; not if stopped
+    a fatal signal -> faulthandler  all threads of a process that dies of a segmentation fault, an abort, a bus error
+    the interrupt's handler         the frame that it found the main thread in, before anything is unwound
+    an exception of the user's code its traceback
 
-and the monitor thread, before it aborts the groups, what torch's flight recorder knows (`flight_recorder`). Whoever
-writes first in a generation is enough: an interrupt does not repeat what the launcher has asked for.
+and the monitor thread, before it aborts the groups, what torch's flight recorder knows (`flight_recorder`) and, where
+ranks wait for each other, all other threads. Whoever writes first in a generation is enough: an interrupt does not
+repeat what the launcher has asked for.
+
+Invariant: a process that is to live on reads a thread's frames only in that thread, or with the interpreter's lock.
+faulthandler's "all threads" reads those of threads that run meanwhile: with one that works beside it, it crashed after
+150 to 550 signals (python/cpython#116008).
 
 The size is sealed, so that the kernel cuts what is too long. Each entry is one write; writes of several threads do not
 mix. Must not: raise, block, take a lock: it runs inside a signal handler, in the path of a recovery.
@@ -20,6 +26,7 @@ import contextlib
 import faulthandler
 import os
 import sys
+import threading
 from types import FrameType
 
 from nvrx_sre.events.settings import STACKS_SIGNAL, TRACE_MARK
@@ -33,28 +40,32 @@ class OwnStacks:
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
-        self._trace_end = 0
-        """Where the trace ends if it is all that was written, else 0."""
+        self._noted_end = 0
+        """Where what the monitor thread noted ends if it is all that was written, else 0."""
 
     def listen(self) -> None:
-        """Answer `STACKS_SIGNAL` from now on, in whatever state the process is."""
+        """Answer `STACKS_SIGNAL` from now on, in whatever state the process is, and say where a fatal signal struck."""
         target = sys.stderr.fileno() if self._descriptor is None else self._descriptor
-        faulthandler.register(STACKS_SIGNAL, file=target, all_threads=True)
+        faulthandler.enable(file=target)
+        faulthandler.register(STACKS_SIGNAL, file=target, all_threads=False)
 
     def interrupted(self, frame: FrameType | None) -> None:
         """The main thread is about to be interrupted in `frame`."""
-        if self._descriptor is not None and self._num_bytes() in (0, self._trace_end):
+        if self._descriptor is not None and self._num_bytes() in (0, self._noted_end):
             self._write(f"Main thread, interrupted (most recent call first):\n{frames_text(frame)}")
 
     def raised(self, traceback_text: str) -> None:
         """The training function has raised."""
         self._write(f"Main thread, raised:\n{traceback_text}")
 
-    def traced(self, trace: bytes) -> None:
-        """What the flight recorder knows: one line of JSON."""
+    def noted(self, trace: bytes, threads: str) -> None:
+        """What the flight recorder knows, one line of JSON, and where other threads stand; b"" and "": nothing."""
         is_first = self._num_bytes() == 0
-        self._write(f"{TRACE_MARK}{trace.decode()}\n")
-        self._trace_end = self._num_bytes() if is_first else 0
+        if trace:
+            self._write(f"{TRACE_MARK}{trace.decode()}\n")
+        if threads:
+            self._write(threads)
+        self._noted_end = self._num_bytes() if is_first else 0
 
     def _num_bytes(self) -> int:
         return 0 if self._descriptor is None else os.lseek(self._descriptor, 0, os.SEEK_CUR)
@@ -63,6 +74,14 @@ class OwnStacks:
         if self._descriptor is not None:
             with contextlib.suppress(OSError):  # the sealed size is reached: what matters most was written first
                 os.write(self._descriptor, text.encode(errors="replace"))
+
+
+def other_threads() -> str:
+    """Stacks of all threads but the main and the calling one. Not in a signal's handler."""
+    known = (threading.main_thread().ident, threading.get_ident())
+    frames = {number: frame for number, frame in sys._current_frames().items() if number not in known}
+    shown = (f"Thread {number:#x} (most recent call first):\n{frames_text(frame)}" for number, frame in frames.items())
+    return "".join(shown)
 
 
 def frames_text(frame: FrameType | None) -> str:

@@ -25,6 +25,7 @@ from nvrx_sre.events.schema import FaultClass, Phase
 from nvrx_sre.restart import abort, compiled, flight_recorder, health, torch_errors
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.restart.leftovers import Leftovers
+from nvrx_sre.restart.stacks import other_threads
 from nvrx_sre.restart.unwaited import wait_for_the_unwaited
 
 
@@ -138,8 +139,7 @@ class Restarter:
     def _keep_trace(self, interrupt: wire.Interrupt) -> None:
         """In the monitor thread: the groups are as the fault left them."""
         trace = flight_recorder.take(with_entries=interrupt.is_traced)
-        if trace:
-            self.control.stacks.traced(trace)
+        self.control.stacks.noted(trace, other_threads() if interrupt.is_traced else "")
 
     def _tear_down(self, *, empties_cache: bool) -> str:
         """Leave the old generation for good; '' or why this process is unfit for another."""

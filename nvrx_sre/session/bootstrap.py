@@ -6,7 +6,6 @@ Before anything of the user's is imported it says hello and starts the monitor t
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import runpy
 import sys
@@ -52,7 +51,6 @@ def run_user_code(arguments: list[str]) -> None:
 def main(arguments: list[str], settings: ChildSettings, channel: Channel, stacks: OwnStacks) -> int:
     """Run `script.py args` or `-m module args`; exit code of the child."""
     survive_a_full_disk()
-    faulthandler.enable()
     stacks.listen()
     connect(settings, channel, stacks)
     watch_rank_variables()

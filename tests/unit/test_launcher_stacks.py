@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -21,12 +22,14 @@ from nvrx_sre.events.settings import TRACE_MARK
 from nvrx_sre.launcher.process import Child
 from nvrx_sre.launcher.stacks import MAX_BYTES, MAX_GENERATIONS, MAX_INCIDENTS, NOTHING, StackFile, StackKeeper
 from nvrx_sre.restart import flight_recorder
-from nvrx_sre.restart.stacks import OwnStacks
+from nvrx_sre.restart.stacks import OwnStacks, other_threads
 from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.redact import Redactor
 
 SECRET = "s3cr3t-value"
+NUM_REQUESTS = 2000
+"""With faulthandler's all threads the process crashed after 150 to 550."""
 
 
 @pytest.fixture
@@ -78,11 +81,30 @@ def wait_in_native_code_with_the_lock(is_there: Callable[[], object]) -> None:
         ctypes.PyDLL(None).sleep(60)
 
 
-def wait_in_a_thread_too(is_there: Callable[[], object]) -> None:
-    """Two threads that wait."""
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
+def wait_beside_threads_that_come_and_go(is_there: Callable[[], object]) -> None:
+    """The main thread waits, as in a collective, while threads start, call functions and end."""
+
+    def nested(depth: int) -> None:
+        if depth:
+            nested(depth - 1)
+
+    def churn() -> None:
+        while True:
+            thread = threading.Thread(target=nested, args=(20,))
+            thread.start()
+            thread.join()
+
+    threading.Thread(target=churn, daemon=True).start()
     is_there()
-    threading.Event().wait()
+    while True:
+        ctypes.CDLL(None).sleep(60)
+
+
+def die_of_a_bad_address(is_there: Callable[[], object]) -> None:
+    """SIGSEGV in native code, as a broken extension does it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    is_there()
+    ctypes.string_at(0)
 
 
 def test_c30_a_process_that_holds_the_interpreters_lock_says_where(keeper: StackKeeper, tmp_path: Path) -> None:
@@ -99,16 +121,57 @@ def test_c30_a_process_that_holds_the_interpreters_lock_says_where(keeper: Stack
     assert "in wait_in_native_code_with_the_lock\n" in text
 
 
-def test_every_thread_is_shown(keeper: StackKeeper, tmp_path: Path) -> None:
-    """A loader's thread may be what the main thread waits for."""
-    forked = Forked(keeper.open(1, 0), wait_in_a_thread_too, tmp_path / "log")
+def test_asking_a_process_where_it_stands_never_harms_it(keeper: StackKeeper, tmp_path: Path) -> None:
+    """Frames of threads that run meanwhile are not read: their owner would free them under the reader (SIGSEGV)."""
+    file = keeper.open(1, 0)
+    forked = Forked(file, wait_beside_threads_that_come_and_go, tmp_path / "log")
+    ended = select.poll()
+    ended.register(forked.child.pidfd, select.POLLIN)
+    for _ in range(NUM_REQUESTS):
+        forked.child.request_stacks()
+        file.take()
     forked.child.request_stacks()
     forked.child.await_stacks()
+    assert not ended.poll(0), "it lives"
     forked.end()
     keeper.end(1)
     keeper.keep(1)
     [text] = files(keeper, tmp_path).values()
-    assert text.count("(most recent call first):\n") == 2, text
+    assert "in wait_beside_threads_that_come_and_go\n" in text
+    assert "Thread 0x" not in text, "the main thread alone"
+
+
+def test_a_fatal_signal_leaves_where_it_struck(keeper: StackKeeper, tmp_path: Path) -> None:
+    """A rank that dies of SIGSEGV names the function that did it, in its incident."""
+    forked = Forked(keeper.open(1, 0), die_of_a_bad_address, tmp_path / "log")
+    _, status = os.waitpid(forked.child.pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGSEGV
+    keeper.end(1)
+    keeper.keep(1)
+    [text] = files(keeper, tmp_path).values()
+    assert text.startswith("Fatal Python error: Segmentation fault\n")
+    assert "in die_of_a_bad_address\n" in text
+    os.close(forked.child.pidfd)
+    for end in forked.ends:
+        end.close()
+
+
+def test_other_threads_are_shown_by_one_that_holds_the_lock() -> None:
+    """A loader's thread may be what the main thread waits for; the caller and the main thread are left out."""
+    is_there, may_end = threading.Event(), threading.Event()
+
+    def wait_in_a_loader() -> None:
+        is_there.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=wait_in_a_loader)
+    thread.start()
+    is_there.wait()
+    text = other_threads()
+    may_end.set()
+    thread.join()
+    assert "in wait_in_a_loader\n" in text
+    assert "test_other_threads_are_shown" not in text
 
 
 def test_a_stopped_process_is_not_waited_for_and_the_file_says_so(keeper: StackKeeper, tmp_path: Path) -> None:
@@ -144,7 +207,7 @@ def test_secrets_are_masked(keeper: StackKeeper, tmp_path: Path) -> None:
     """By form and by value, in stacks and in the trace."""
     own = OwnStacks(keeper.open(1, 0).fd)
     own.raised(f'  File "/{SECRET}/train.py", line 1\nValueError: postgres://me:hunter22@db/x --api-key abcdefgh\n')
-    own.traced(json.dumps({"pg_config": {"0": {"desc": SECRET, "last_enqueued_collective": "1"}}}).encode())
+    own.noted(json.dumps({"pg_config": {"0": {"desc": SECRET, "last_enqueued_collective": "1"}}}).encode(), "")
     keeper.keep(1)
     found = files(keeper, tmp_path)
     assert len(found) == 2
@@ -166,13 +229,14 @@ def test_the_interrupt_shows_the_frame_it_found_once(keeper: StackKeeper, tmp_pa
     assert text.splitlines()[1].endswith("in test_the_interrupt_shows_the_frame_it_found_once"), text
 
 
-def test_a_trace_does_not_stand_for_the_stack(keeper: StackKeeper, tmp_path: Path) -> None:
-    """The monitor writes the trace first, and then interrupts the main thread."""
+def test_what_the_monitor_notes_does_not_stand_for_the_stack(keeper: StackKeeper, tmp_path: Path) -> None:
+    """It writes the trace and the other threads first, and then interrupts the main thread."""
     own = OwnStacks(keeper.open(1, 0).fd)
-    own.traced(b'{"entries": []}')
+    own.noted(b'{"entries": []}', "Thread 0x1 (most recent call first):\n")
     own.interrupted(sys._getframe())
     keeper.keep(1)
     found = files(keeper, tmp_path)
+    assert "Thread 0x1" in found["00001/g00000-rank-00000.stacks.txt"]
     assert "interrupted" in found["00001/g00000-rank-00000.stacks.txt"]
     assert json.loads(found["00001/g00000-rank-00000.trace.json"]) == {"entries": []}
 
