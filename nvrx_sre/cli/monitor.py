@@ -3,8 +3,9 @@
 Model: `Watched` reads which endpoints the run directories name (metrics.json, which each launcher's start writes
 anew) and gives them to the stack's targets file, so that restarted launchers and new runs appear by themselves. Over
 several nodes the followers of the leader's epoch are scraped beside it, where they can be reached from here. Each turn
-asks Prometheus for the alerts and shows what changed: a table on a terminal, a line a change elsewhere. Runs
-until Ctrl-C, SIGTERM or the terminal's end; servers, ports and files are gone then.
+asks Prometheus for the alerts and shows what changed: a table on a terminal, a line a change with its time elsewhere.
+An alert that another one holds back, so that nobody is told of it, says so. Runs until Ctrl-C, SIGTERM or the
+terminal's end; servers, ports and files are gone then.
 
 An endpoint with TLS or a password is scraped with the CA and the password file that were given; Prometheus reads both
 files itself. One that they do not open is not scraped, and said not to be. A password goes over TLS or loopback only.
@@ -18,6 +19,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -31,18 +33,23 @@ from nvrx_sre.cli.halt import existing_run
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.cli.run_options import DEFAULT_RUNS
 from nvrx_sre.cli.serving import stop_signals
+from nvrx_sre.core.clock import Clock, SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.tls import is_loopback
 from nvrx_sre.launcher.host import node_name
 from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.monitoring import generate, query
 from nvrx_sre.monitoring.alertmanager import WATCHDOG
+from nvrx_sre.monitoring.inhibition import sources_of
+from nvrx_sre.monitoring.notices import RESOLVED_ANNOTATION
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, MonitoringStack, ScrapeAccess, ScrapeTarget, StackConfig
 from nvrx_sre.monitoring.values import Values, load_values
 
 TURN_S = 1.0
 """Between two looks at the run directories and at the alerts."""
 ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+FACTS = (("culprit", "culprit "), ("progress", ""))
+"""(annotation, what stands before it) of what is told with the summary."""
 STYLES = {"critical": "bold red", "warning": "yellow", "info": ""}
 
 
@@ -149,6 +156,13 @@ def has_ended(directory: Path) -> bool:
         return False
 
 
+def ending(directory: Path) -> str:
+    """Why a run is not watched any more."""
+    summary = read_json(RunDirectory(directory).summary)
+    code = summary.get("exit_code") if isinstance(summary, dict) and has_ended(directory) else None
+    return "its directory names no endpoint" if code is None else f"it ended with exit {code}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shown:
     """One alert as it is shown."""
@@ -159,21 +173,26 @@ class Shown:
     run: str
     severity: str
     summary: str
+    facts: str = ""
+    """Culprit and progress, where they are known."""
+    resolved: str = ""
+    """How it ended, at its last evaluation."""
+    held_back_by: str = ""
+    """The alert that keeps Alertmanager from telling of this one; empty where nothing does."""
+
+    @property
+    def text(self) -> str:
+        """What a person reads."""
+        facts = f" ({self.facts})" if self.facts else ""
+        silent = f" [held back by {self.held_back_by}]" if self.held_back_by else ""
+        return f"{self.summary}{facts}{silent}"
 
 
 def shown_alerts(alerts: Iterable[Mapping[str, Any]]) -> list[Shown]:
     """Alerts of Prometheus' API that a person should see, most urgent first; the dead man's switch always fires."""
-    found = [
-        Shown(
-            state=item["state"],
-            alert=item["labels"]["alertname"],
-            namespace=item["labels"].get("namespace", ""),
-            run=item["labels"].get("run", ""),
-            severity=item["labels"].get("severity", ""),
-            summary=item["annotations"].get("summary", ""),
-        )
-        for item in alerts
-    ]
+    given = list(alerts)
+    firing = {_about(item) for item in given if item["state"] == "firing"}
+    found = [_shown(item, firing) for item in given]
     order = list(STYLES)
     return sorted(
         (item for item in found if item.severity in order and item.alert != WATCHDOG),
@@ -181,16 +200,45 @@ def shown_alerts(alerts: Iterable[Mapping[str, Any]]) -> list[Shown]:
     )
 
 
+def _about(item: Mapping[str, Any]) -> tuple[str, str, str]:
+    labels = item["labels"]
+    return labels["alertname"], labels.get("namespace", ""), labels.get("run", "")
+
+
+def _shown(item: Mapping[str, Any], firing: set[tuple[str, str, str]]) -> Shown:
+    annotations = item["annotations"]
+    alert, namespace, run = _about(item)
+    return Shown(
+        state=item["state"],
+        alert=alert,
+        namespace=namespace,
+        run=run,
+        severity=item["labels"].get("severity", ""),
+        summary=annotations.get("summary", ""),
+        facts="; ".join(f"{word}{annotations[name]}" for name, word in FACTS if annotations.get(name)),
+        resolved=annotations.get(RESOLVED_ANNOTATION, ""),
+        held_back_by=next((source for source in sources_of(alert) if (source, namespace, run) in firing), ""),
+    )
+
+
 def changes(before: Sequence[Shown], now: Sequence[Shown]) -> list[str]:
     """One line for each alert that began to fire or ceased to."""
     was, fires = _firing(before), _firing(now)
-    began = [f"firing {_what(item)}: {item.summary}" for key, item in fires.items() if key not in was]
-    ceased = [f"resolved {_what(item)}" for key, item in was.items() if key not in fires]
+    began = [
+        f"firing {_what(item)}: {item.text} See: nvrx-sre runbook {item.alert}"
+        for key, item in fires.items()
+        if key not in was
+    ]
+    ceased = [
+        f"resolved {_what(item)}{f': {item.resolved}' if item.resolved else ''}"
+        for key, item in was.items()
+        if key not in fires
+    ]
     return began + ceased
 
 
-def _firing(alerts: Sequence[Shown]) -> dict[tuple[str, str, str], Shown]:
-    return {(item.alert, item.namespace, item.run): item for item in alerts if item.state == "firing"}
+def _firing(alerts: Sequence[Shown]) -> dict[str, Shown]:
+    return {_what(item): item for item in alerts if item.state == "firing"}
 
 
 def _what(item: Shown) -> str:
@@ -199,19 +247,18 @@ def _what(item: Shown) -> str:
 
 def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown], access: ScrapeAccess) -> Table:
     """What is watched and what fires, for a terminal."""
-    runs = ", ".join(item.run for item in endpoints) or "none yet"
+    runs = ", ".join(dict.fromkeys(item.run for item in endpoints)) or "none"
     table = Table(title=f"runs: {runs}", title_justify="left", expand=True)
     for name in ("state", "severity", "run", "alert", "summary"):
         table.add_column(name, overflow="fold")
     for item in alerts:
-        table.add_row(
-            item.state, item.severity, item.run, item.alert, item.summary, style=STYLES.get(item.severity, "")
-        )
-    for endpoint in endpoints:
-        why = endpoint.unscraped_because(access)
-        if why:
-            table.add_row("unknown", "", endpoint.run, "", f"not scraped, {why}")
-    if not alerts:
+        table.add_row(item.state, item.severity, item.run, item.alert, item.text, style=STYLES.get(item.severity, ""))
+    hidden = [(endpoint, why) for endpoint in endpoints if (why := endpoint.unscraped_because(access))]
+    for endpoint, why in hidden:
+        table.add_row("unknown", "", endpoint.run, "", f"not scraped, {why}")
+    if not endpoints:
+        table.add_row("unknown", "", "", "", "no run is there to be watched")
+    elif not alerts and len(hidden) < len(endpoints):
         table.add_row("quiet", "", "", "", "nothing fires")
     return table
 
@@ -259,7 +306,7 @@ def command(
         config = StackConfig(scrape_interval_s=scrape_interval, rules=rules, access=access)
         with MonitoringStack(config) as stack:
             console.print(f"Prometheus at {stack.prometheus_url} and Alertmanager at {stack.alertmanager_url}")
-            view = View(console, access)
+            view = View(console, access, SystemClock())
             with view:
                 while not stopped.wait(TURN_S):
                     view.turn(stack, watched)
@@ -270,9 +317,10 @@ def command(
 class View:
     """Shows one turn after the other: a live table on a terminal, changes as lines elsewhere."""
 
-    def __init__(self, console: Console, access: ScrapeAccess) -> None:
+    def __init__(self, console: Console, access: ScrapeAccess, clock: Clock) -> None:
         self._console = console
         self._access = access
+        self._clock = clock
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._endpoints: list[Endpoint] | None = None
         self._alerts: list[Shown] = []
@@ -290,13 +338,7 @@ class View:
         """Look once. What Prometheus cannot answer now is asked again at the next turn."""
         endpoints = watched.refresh()
         if endpoints != self._endpoints:
-            refused = {item.url: item.unscraped_because(self._access) for item in endpoints}
-            scraped = [item for item in endpoints if not refused[item.url]]
-            stack.set_targets([item.target() for item in scraped])
-            self._say(f"watching {', '.join(f'{item.run} ({item.url})' for item in scraped) or 'no run yet'}")
-            for item in endpoints:
-                if refused[item.url]:
-                    self._say(f"not watching {item.run} ({item.url}): {refused[item.url]}")
+            self._turn_to(endpoints, stack)
             self._endpoints = endpoints
         with contextlib.suppress(query.QueryError):
             alerts = shown_alerts(query.alerts(stack.prometheus_url))
@@ -306,6 +348,22 @@ class View:
         if self._live is not None:
             self._live.update(alert_table(endpoints, self._alerts, self._access), refresh=True)
 
+    def _turn_to(self, endpoints: Sequence[Endpoint], stack: MonitoringStack) -> None:
+        """Scrape these from now on, and say what is not scraped any more, or cannot be."""
+        refused = {item.url: item.unscraped_because(self._access) for item in endpoints}
+        scraped = [item for item in endpoints if not refused[item.url]]
+        stack.set_targets([item.target() for item in scraped])
+        left = {item.directory: item.run for item in endpoints}
+        gone = {item.directory: item.run for item in self._endpoints or () if item.directory not in left}
+        for directory, run in gone.items():
+            self._say(f"not watching {run} any more: {ending(directory)}")
+        none = "no run yet" if self._endpoints is None else "no run"
+        self._say(f"watching {', '.join(f'{item.run} ({item.url})' for item in scraped) or none}")
+        for item in endpoints:
+            if refused[item.url]:
+                self._say(f"not watching {item.run} ({item.url}): {refused[item.url]}")
+
     def _say(self, line: str) -> None:
         if self._live is None:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            now = datetime.fromtimestamp(seconds(self._clock.wall_ns()), UTC)
+            self._console.print(f"{now:%Y-%m-%d %H:%M:%S}Z {line}", markup=False, highlight=False, soft_wrap=True)

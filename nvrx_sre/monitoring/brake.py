@@ -3,7 +3,8 @@
 Model: `Brake.handle` takes the alerts of a request one after the other. An alert that is firing, carries
 `action="halt"`, stands on the allow-list and has the site's labels names a run. The run must be known exactly once,
 have opted in, not be halted already, and have started (or been resumed) before the alert began: an alert of the time
-before says nothing about the run as it is now. Then the halt request is written, at most once in
+before says nothing about the run as it is now. The one is stamped by Prometheus and the other by the run's host, so the
+alert must be later by what their clocks may differ by unnoticed. Then the halt request is written, at most once in
 `MIN_INTERVAL_S` for the whole site, so that one wrong rule cannot stop a fleet.
 
 Invariants: the stamp of a halt is on the disk before its request is, so a restart of the brake refills nothing;
@@ -22,11 +23,15 @@ from typing import Any, Protocol
 
 from nvrx_sre.core.clock import Clock, to_ns
 from nvrx_sre.core.errors import StorageError
+from nvrx_sre.monitoring.values import Values
 
 ACTION_LABEL = "action"
 HALT = "halt"
 MIN_INTERVAL_S = 600.0
 """Between two halts of a site: ten minutes, time for a person to see the first and switch the brake off."""
+
+CLOCKS_APART_S = Values().clock_skew_s
+"""By how much the clocks of Prometheus and of the run's host may differ before `NvrxClockSkew` says so (30 s)."""
 
 
 class Outcome(StrEnum):
@@ -60,7 +65,7 @@ REASONS: dict[Outcome, str] = {
     Outcome.UNKNOWN_RUN: "no run directory of this name lies under the brake's root",
     Outcome.AMBIGUOUS_RUN: "several run directories have this name",
     Outcome.NOT_OPTED_IN: "the run was not started with --allow-brake",
-    Outcome.STALE: "the alert began before the run last started or was resumed",
+    Outcome.STALE: f"the alert began before {CLOCKS_APART_S:.0f} s after the run last started or was resumed",
     Outcome.ALREADY_HALTED: "a halt of the run is already requested",
     Outcome.TOO_SOON: "the brake halted a run less than ten minutes ago",
     Outcome.STORAGE: "the halt request could not be written",
@@ -144,7 +149,7 @@ def run_refusal(runs: Sequence[BrakedRun], began_ns: int) -> Outcome | None:
         return Outcome.NOT_OPTED_IN
     if run.is_halt_requested:
         return Outcome.ALREADY_HALTED
-    return None if began_ns > run.since_ns else Outcome.STALE
+    return None if began_ns > run.since_ns + to_ns(CLOCKS_APART_S) else Outcome.STALE
 
 
 def is_too_soon(last_ns: int | None, now_ns: int) -> bool:

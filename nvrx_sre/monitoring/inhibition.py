@@ -47,6 +47,11 @@ def told_before(alert: str) -> int:
     return -sources.index(alert) if alert in sources else -len(sources)
 
 
+def sources_of(alert: str) -> list[str]:
+    """What silences `alert`, most definite first."""
+    return [source for source, targets in INHIBITIONS if alert in targets]
+
+
 def inhibit_rules(keys: Sequence[str]) -> list[dict[str, Any]]:
     """`inhibit_rules` of Alertmanager's configuration for the labels of the key.
 

@@ -9,11 +9,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import BudgetReset, HaltRequested, RunFinished, RunStarted, SaveVerified, StepsCommitted
 from nvrx_sre.launcher.braking import read_consent
@@ -113,11 +115,12 @@ def test_an_alert_halts_a_run_that_opted_in_until_it_is_resumed(brake: BrakeProc
     assert not RunDirectory(run_dir).halt.exists()
 
     before = read_consent(RunDirectory(run_dir))
-    again = start(run_dir, steps=1_000_000)
+    again = start(run_dir, "--allow-brake", steps=1_000_000)
     launched.wait_for(
         run_dir, again, lambda record: isinstance(record.event, StepsCommitted) and record.event.first_step > sealed
     )
     assert read_consent(RunDirectory(run_dir)).since_ns > before.since_ns
-    assert brake.post(ALERT) == (200, ["not_opted_in"])
+    resumed_at = datetime.fromtimestamp(seconds(before.since_ns), UTC)
+    assert brake.post({**ALERT, "startsAt": resumed_at.isoformat()}) == (200, ["stale"])
     again.terminate()
     assert launched.finish(again, run_dir).exit_code == ExitCode.PREEMPTED

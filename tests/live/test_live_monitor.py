@@ -86,7 +86,7 @@ def test_monitor_says_what_fires_and_leaves_nothing_behind(tmp_path: Path, now: 
         run.story.fault(run.at_s + 0.2, run.at_s + 0.3, FaultClass.EXCEPTION, 1)
         run.story.finish(run.at_s + 0.5, exit_code=93)
         run.tell()
-        fired = read_until(popen, "^firing critical NvrxRunHalted namespace=runs run=demo: ")
+        fired = read_until(popen, "Z firing critical NvrxRunHalted namespace=runs run=demo: ")
         assert "Run demo is halted" in fired.string
     finally:
         run.server.close()

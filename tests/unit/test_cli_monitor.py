@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from rich.console import Console
 from nvrx_sre.cli.main import main
 from nvrx_sre.cli.monitor import Endpoint, Shown, View, Watched, alert_table, changes, read_endpoint, shown_alerts
 from nvrx_sre.core import processes
+from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.launcher.host import node_name
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeAccess, ScrapeTarget
+from nvrx_sre.testing.clock import ManualClock
 from tests.certificates import make_certificate
 
 NO_ACCESS = ScrapeAccess()
@@ -120,13 +124,14 @@ def test_an_endpoint_that_is_locked_is_said_to_be_not_scraped(
     endpoint = read_endpoint(tmp_path)
     assert endpoint is not None
     assert endpoint.unscraped_because(NO_ACCESS).startswith(why)
-    assert alert_table([endpoint], [], NO_ACCESS).row_count == 2
+    assert alert_table([endpoint], [], NO_ACCESS).row_count == 1
     opened = read_endpoint(serve(tmp_path / "b", os.getpid()))
     assert opened is not None
     assert opened.unscraped_because(NO_ACCESS) == ""
+    assert alert_table([endpoint, opened], [], NO_ACCESS).row_count == 2
 
     stack, output = SiteStub(), io.StringIO()
-    view = View(Console(file=output, width=200), NO_ACCESS)
+    view = View(Console(file=output, width=200), NO_ACCESS, ManualClock())
     view.turn(stack, Watched([tmp_path, tmp_path / "b"], None))  # type: ignore[arg-type]  # a stub of the two servers
     assert [target.url for target in stack.targets] == [opened.url]
     assert f"not watching a ({url}): {why}" in output.getvalue()
@@ -184,23 +189,82 @@ def test_the_most_urgent_comes_first_and_the_watchdog_is_not_shown() -> None:
     assert [item.alert for item in shown_alerts(given)] == shown
 
 
+SEE = "See: nvrx-sre runbook NvrxRunHalted"
+
+
 def test_changes_are_told_once() -> None:
     """A line when an alert begins to fire and one when it ceases; pending and unchanged ones say nothing."""
     first = shown_alerts([alert("NvrxRunHalted", "critical"), alert("NvrxSlowRank", "warning", "pending")])
-    assert changes([], first) == ["firing critical NvrxRunHalted namespace=runs run=demo: demo: NvrxRunHalted"]
+    assert changes([], first) == [f"firing critical NvrxRunHalted namespace=runs run=demo: demo: NvrxRunHalted {SEE}"]
     assert changes(first, first) == []
     second = shown_alerts([alert("NvrxRunHalted", "critical", run="other")])
     assert changes(first, second) == [
-        "firing critical NvrxRunHalted namespace=runs run=other: other: NvrxRunHalted",
+        f"firing critical NvrxRunHalted namespace=runs run=other: other: NvrxRunHalted {SEE}",
         "resolved critical NvrxRunHalted namespace=runs run=demo",
     ]
 
 
+def test_a_line_says_culprit_progress_and_how_it_ended() -> None:
+    """What the annotations say at the first evaluation, and at the last."""
+    halted = alert("NvrxRunHalted", "critical")
+    halted["annotations"] |= {"culprit": "rank 1 on node-b", "progress": "last new step 9s ago", "resolved": ""}
+    [began] = changes([], shown_alerts([halted]))
+    assert f": demo: NvrxRunHalted (culprit rank 1 on node-b; last new step 9s ago) {SEE}" in began
+    halted["annotations"]["resolved"] = "submitted again"
+    last = shown_alerts([halted])
+    assert changes(last, []) == ["resolved critical NvrxRunHalted namespace=runs run=demo: submitted again"]
+
+
+def test_what_another_alert_holds_back_says_so() -> None:
+    """Of the same run and while it fires: that is what Alertmanager tells of."""
+    loop = alert("NvrxCrashLooping", "critical")
+    both = {item.alert: item for item in shown_alerts([loop, alert("NvrxRunHalted", "critical")])}
+    assert both["NvrxCrashLooping"].text == "demo: NvrxCrashLooping [held back by NvrxRunHalted]"
+    assert both["NvrxRunHalted"].held_back_by == ""
+    for other in (alert("NvrxRunHalted", "critical", "pending"), alert("NvrxRunHalted", "critical", run="other")):
+        assert not any(item.held_back_by for item in shown_alerts([loop, other]))
+
+
+def test_a_ticket_that_becomes_a_page_is_told() -> None:
+    """One name, two severities: the second line is not the first one's."""
+    ticket = shown_alerts([alert("NvrxGoodputBurn", "warning")])
+    both = shown_alerts([alert("NvrxGoodputBurn", "warning"), alert("NvrxGoodputBurn", "critical")])
+    [line] = changes(ticket, both)
+    assert line.startswith("firing critical NvrxGoodputBurn ")
+
+
+def test_lines_have_a_time_and_say_why_a_run_is_not_watched_any_more(tmp_path: Path) -> None:
+    """It ended: no word that sounds as if it had yet to come."""
+    output, clock, site = io.StringIO(), ManualClock(), SiteStub()
+    view, watched = View(Console(file=output, width=200), NO_ACCESS, clock), Watched([], tmp_path)
+    view.turn(site, watched)  # type: ignore[arg-type]  # the part of a stack that it needs
+    directory = serve(tmp_path / "a", os.getpid())
+    clock.advance(61.0)
+    view.turn(site, watched)  # type: ignore[arg-type]
+    serve(directory, os.getpid(), ticks=1)
+    (directory / "summary.json").write_text(json.dumps({"exit_code": 93}))
+    view.turn(site, watched)  # type: ignore[arg-type]
+    began = datetime.fromtimestamp(seconds(ManualClock().wall_ns()), UTC)
+    later = f"{began + timedelta(seconds=61):%Y-%m-%d %H:%M:%S}Z"
+    assert output.getvalue().splitlines() == [
+        f"{began:%Y-%m-%d %H:%M:%S}Z watching no run yet",
+        f"{later} watching a (http://127.0.0.1:9400/metrics)",
+        f"{later} not watching a any more: it ended with exit 93",
+        f"{later} watching no run",
+    ]
+
+
 def test_the_table_says_when_all_is_quiet() -> None:
-    """An empty table would look like a broken one."""
+    """An empty table would look like a broken one; quiet is only what is looked at."""
     assert alert_table([], [], NO_ACCESS).row_count == 1
+    assert list(alert_table([], [], NO_ACCESS).columns[4].cells) == ["no run is there to be watched"]
+    watched = Endpoint(run="r", directory=Path("r"), url="http://127.0.0.1:1/metrics", pid=1)
+    assert list(alert_table([watched], [], NO_ACCESS).columns[4].cells) == ["nothing fires"]
+    locked = dataclasses.replace(watched, has_password=True)
+    [cell] = alert_table([locked], [], NO_ACCESS).columns[4].cells
+    assert str(cell).startswith("not scraped, ")
     shown = Shown(state="firing", alert="A", namespace="n", run="r", severity="critical", summary="s")
-    assert alert_table([], [shown, shown], NO_ACCESS).row_count == 2
+    assert alert_table([watched], [shown, shown], NO_ACCESS).row_count == 2
 
 
 def test_what_is_no_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

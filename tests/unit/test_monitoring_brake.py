@@ -17,7 +17,7 @@ from nvrx_sre.events.schema import HaltReason
 from nvrx_sre.launcher.braking import BrakeConsent, read_consent, write_consent
 from nvrx_sre.launcher.reset import reset_budgets
 from nvrx_sre.launcher.rundir import RunDirectory
-from nvrx_sre.monitoring.brake import MIN_INTERVAL_S, REASONS, Brake, BrakedRun, BrakePolicy, Outcome
+from nvrx_sre.monitoring.brake import CLOCKS_APART_S, MIN_INTERVAL_S, REASONS, Brake, BrakedRun, BrakePolicy, Outcome
 from nvrx_sre.testing.clock import ManualClock
 
 NOW_S = 1_700_000_000.0
@@ -108,6 +108,7 @@ def test_an_alert_that_fits_halts_its_run_once() -> None:
         (alert(), [braked(halted=True)], Outcome.ALREADY_HALTED),
         (alert(), [braked(since_s=NOW_S - 59)], Outcome.STALE),
         (alert(), [braked(since_s=NOW_S - 60)], Outcome.STALE),
+        (alert(), [braked(since_s=NOW_S - 60 - CLOCKS_APART_S)], Outcome.STALE),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_reason(
@@ -118,6 +119,13 @@ def test_what_does_not_fit_is_refused_with_its_reason(
     (handled,) = brake_of(store).handle([given])
     assert (handled.outcome, store.requests, store.last_ns) == (wanted, [], None)
     assert handled.reason == REASONS[wanted]
+
+
+def test_an_alert_counts_once_clocks_that_differ_unnoticed_cannot_explain_it() -> None:
+    """By more than what the two may differ by; a run whose clock is that much behind is not halted by an old alert."""
+    store = MemoryStore(braked(since_s=NOW_S - 61 - CLOCKS_APART_S))
+    (handled,) = brake_of(store).handle([alert()])
+    assert (handled.outcome, len(store.requests)) == (Outcome.HALTED, 1)
 
 
 def test_every_outcome_has_a_reason() -> None:
