@@ -5,10 +5,11 @@
     Filling      copy()  parameters and state of the tracked optimizers, before any of them steps again
                  seal()  digest and header, at any time after that
 
-Only tensors in host memory that a tracked optimizer alone changes are left to `copy`; tensors on a device are
-copied at the boundary as well. A frozen tensor is copied once a slot: only an equal digest of its bytes is
-proof that it did not change, since counters of versions are none (docs/adr/0013). A capture that is cut short
-leaves an unsealed slot, which nothing restores.
+Only tensors that a tracked optimizer alone changes are left to `copy`. With a `ring` (a rank on a device) everything
+passes through the device: what may change early is copied there at the boundary, and the device does the rest by
+itself. Without one everything is copied by the processor, and a frozen tensor once a slot: only an equal digest of its
+bytes is proof that it did not change, since counters of versions are none (docs/adr/0013). A capture that is cut
+short leaves an unsealed slot, which nothing restores.
 
 Thread safety: `Capturer` in the main thread of the rank; a `Filling` in one thread at a time, beside it.
 Must not: run a collective, change the state.
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from nvrx_sre.checkpoint import supported
 from nvrx_sre.checkpoint import tracked as tracking
+from nvrx_sre.checkpoint.filling import DeviceFilling, Filling, HostFilling
 from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem, canonical_hash, from_json, pack
+from nvrx_sre.checkpoint.ring import Gatherer, Ring, local_of
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.checkpoint.tracked import Source
 from nvrx_sre.core.errors import InternalError, UserError
@@ -37,36 +39,6 @@ BLOB_BYTES_MIN = 64 * 1024
 """Smallest blob area. Small state grows (histories, positions), and new slots cost more than the room."""
 FROZEN_BYTES_MIN = 64 * 1024
 """Smaller frozen tensors are copied each time: a copy costs less than looking."""
-
-
-@dataclass(kw_only=True)
-class Filling:
-    """A slot being filled. `copy`, then `seal`, once each; without both the slot holds nothing for anyone."""
-
-    slot_file: SlotFile
-    slot: int
-    header: SlotHeader
-    """Without its digest until the seal."""
-    views: list[torch.Tensor]
-    tensors: list[torch.Tensor]
-    versions: list[int]
-    """Version counters at the boundary: one that moves is proof of a change, one that does not is none."""
-    is_whole: bool = False
-    """`copy` is done and nothing is known to have changed meanwhile."""
-
-    def copy(self) -> None:
-        """Copy what was left. Blocks for the copy, without the interpreter's lock."""
-        if self.tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(self.views, self.tensors)
-        self.is_whole = self.versions == [tensor._version for tensor in self.tensors]
-        self.views, self.tensors = [], []
-
-    def seal(self) -> None:
-        """Publish the slot. Blocks for the digest, about 23 GB/s. Only after a whole `copy`."""
-        assert self.is_whole
-        digest = self.slot_file.digest(self.slot, self.header.data_bytes, self.header.blob_bytes)
-        self.slot_file.seal(self.slot, replace(self.header, digest=digest))
 
 
 class Capturer:
@@ -79,8 +51,11 @@ class Capturer:
         self,
         tracked: Mapping[str, object],
         problems: Callable[[Iterable[Source]], list[str]] = supported.problems,
+        ring: Ring | None = None,
     ) -> None:
         self._tracked = tracked
+        self._gatherer = None if ring is None else Gatherer(ring)
+        self._late_device = torch.device("cpu") if ring is None else ring.device
         self._problems = problems
         self._fixed: list[Source] | None = None
         self._names: dict[torch.Tensor, str] = {}
@@ -103,6 +78,11 @@ class Capturer:
     def layout_hash(self) -> str:
         """Hash of the layout as of the last `refresh`."""
         return self._layout.hash
+
+    @property
+    def ring(self) -> Ring | None:
+        """What captures pass through on a device; None where they come from host memory."""
+        return None if self._gatherer is None else self._gatherer.ring
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -132,7 +112,7 @@ class Capturer:
         if not self._is_known(sources):
             self._set_layout(sources)
         self._sources = sources
-        self._is_late = [_is_late(source, trained) for source in sources]
+        self._is_late = [_is_late(source, trained, self._late_device) for source in sources]
         self._blob = f'{{"layout":{self._layout.json},"state":{json.dumps(state)}}}'.encode()
 
     def required_bytes(self) -> tuple[int, int]:
@@ -171,9 +151,7 @@ class Capturer:
                 f"a slot of {slot_file.data_bytes} + {slot_file.blob_bytes} bytes cannot take "
                 f"{data_bytes} + {len(blob)} bytes"
             )
-        views = self._views_of(slot_file, slot_index)
         slot_file.begin(slot_index, generation, step, durable)
-        late = self._copy_now(slot_index, views)
         slot_file.blob(slot_index)[: len(blob)] = blob
         header = SlotHeader(
             generation=generation,
@@ -185,14 +163,33 @@ class Capturer:
             layout_hash=self._layout.hash,
             digest=bytes(16),
         )
-        tensors = [_local(self._sources[index].tensor) for index in late]
-        return Filling(
+        if self._gatherer is None:
+            return self._begin_on_host(slot_file, slot_index, header)
+        return self._begin_on_device(self._gatherer, slot_file, slot_index, header)
+
+    def _begin_on_host(self, slot_file: SlotFile, slot_index: int, header: SlotHeader) -> HostFilling:
+        views = self._views_of(slot_file, slot_index)
+        late = self._copy_now(slot_index, views)
+        tensors = [local_of(self._sources[index].tensor) for index in late]
+        return HostFilling(
             slot_file=slot_file,
             slot=slot_index,
             header=header,
             views=[views[index] for index in late],
             tensors=tensors,
             versions=[tensor._version for tensor in tensors],
+        )
+
+    def _begin_on_device(
+        self, gatherer: Gatherer, slot_file: SlotFile, slot_index: int, header: SlotHeader
+    ) -> DeviceFilling:
+        tensors = [local_of(source.tensor) for source in self._sources]
+        early = {index for index, is_late in enumerate(self._is_late) if not is_late}
+        late = [tensor for index, tensor in enumerate(tensors) if index not in early]
+        versions = [tensor._version for tensor in late]
+        drain = gatherer.begin(slot_file, slot_index, self._layout, tensors, early)
+        return DeviceFilling(
+            slot_file=slot_file, slot=slot_index, header=header, tensors=late, versions=versions, drain=drain
         )
 
     def _copy_now(self, slot_index: int, views: list[torch.Tensor]) -> list[int]:
@@ -206,7 +203,7 @@ class Capturer:
                 now.append(index)
         if now:
             torch._foreach_copy_(
-                [views[index] for index in now], [_local(self._sources[index].tensor) for index in now]
+                [views[index] for index in now], [local_of(self._sources[index].tensor) for index in now]
             )
         self._frozen.copied(slot_index, now)
         return late
@@ -264,7 +261,7 @@ class _Frozen:
         if not _may_be_frozen(source):
             self.changes(index)
             return False
-        digest = xxhash.xxh3_128_digest(_local(source.tensor).reshape(-1).view(torch.uint8).numpy().data)
+        digest = xxhash.xxh3_128_digest(local_of(source.tensor).reshape(-1).view(torch.uint8).numpy().data)
         if self._digests.setdefault(index, digest) != digest:
             self.changes(index)
             return False
@@ -278,15 +275,15 @@ class _Frozen:
 def _may_be_frozen(source: Source) -> bool:
     if source.role is not ItemRole.PARAMETER or source.tensor.requires_grad:
         return False
-    local = _local(source.tensor)
+    local = local_of(source.tensor)
     is_big = local.numel() * local.element_size() >= FROZEN_BYTES_MIN
     return is_big and local.is_cpu and local.is_contiguous()
 
 
-def _is_late(source: Source, trained: set[int]) -> bool:
-    """True if only a step of a tracked optimizer changes the tensor, and the copy needs no device."""
+def _is_late(source: Source, trained: set[int], device: torch.device) -> bool:
+    """True if only a step of a tracked optimizer changes the tensor, and it is where captures are copied from."""
     is_trained = source.role is ItemRole.PARAMETER and id(source.tensor) in trained
-    return (is_trained or source.role is ItemRole.OPTIMIZER) and source.tensor.device.type == "cpu"
+    return (is_trained or source.role is ItemRole.OPTIMIZER) and source.tensor.device == device
 
 
 def _same_item(new: Source, old: Source) -> bool:
@@ -302,7 +299,7 @@ def _same_item(new: Source, old: Source) -> bool:
 def layout_item(source: Source) -> LayoutItem:
     """Layout item of a live tensor, not placed yet. The tensor is one that `supported.refusals` passes."""
     tensor = source.tensor
-    local = _local(tensor)
+    local = local_of(tensor)
     kind, offset = ItemKind.TENSOR, (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         kind = ItemKind.SHARD
@@ -326,7 +323,8 @@ def layout_item(source: Source) -> LayoutItem:
 
 def parse_blob(slot_file: SlotFile, slot: int, header: SlotHeader) -> tuple[Layout, dict[str, Any]]:
     """(layout, small state) of a sealed slot whose digest matches. Raises `ValueError` if it does not."""
-    if slot_file.digest(slot, header.data_bytes, header.blob_bytes) != header.digest:
+    found = slot_file.digest(slot, header.data_bytes, header.blob_bytes, is_summed=header.is_summed)
+    if found != header.digest:
         raise ValueError("its bytes do not match their digest")
     return open_blob(slot_file, slot, header)
 
@@ -360,8 +358,3 @@ def _view(data: memoryview, item: LayoutItem) -> torch.Tensor:
     if count == 0:  # frombuffer refuses an empty range
         return torch.empty(item.local_shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype, count=count, offset=item.offset_bytes).view(item.local_shape)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part. Call under no_grad: the local tensor itself then, not a view of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

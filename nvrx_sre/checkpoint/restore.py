@@ -42,6 +42,7 @@ from nvrx_sre.checkpoint.layout import Layout
 from nvrx_sre.checkpoint.manifest import Manifest
 from nvrx_sre.checkpoint.reading import CheckpointFiles, Place
 from nvrx_sre.checkpoint.replicas import replica_names
+from nvrx_sre.checkpoint.ring import Ring, fill
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.checkpoint.spare import Spare
 from nvrx_sre.checkpoint.tracked import Source
@@ -74,6 +75,8 @@ class HotCandidate:
         spare: Spare | None = None,
     ) -> None:
         self.lap: Lap = untimed
+        self.ring: Ring | None = None
+        """On a device: what the state passes through."""
         self._spare = spare or Spare()
         self._slot_file = slot_file
         self._slot = slot
@@ -115,7 +118,11 @@ class HotCandidate:
         """Hash the slot and fill the targets on the way. Empties the slot and raises `ValueError` if it is damaged."""
         assert self._targets is not None
         self.is_touched = True
-        digest, self._filled = _digest_while_filling(slot_file, self._slot, header, layout, self._targets.all())
+        if header.is_summed:
+            assert self.ring is not None  # the rank that captured was on a device, and so is this one
+            digest, self._filled = fill(self.ring, slot_file, self._slot, header, layout, self._targets.all())
+        else:
+            digest, self._filled = _digest_while_filling(slot_file, self._slot, header, layout, self._targets.all())
         self.lap("fill")
         if digest != header.digest:
             slot_file.begin(self._slot, header.generation, header.step, header.durable)

@@ -93,6 +93,7 @@ def _park(process: RankProcess, read: str, rehearse: Callable[[wire.Rehearse], N
 
     `read`: rank variable the script has read.
     """
+    process.settle_slots()  # a standby that still maps is none
     process.control.send(
         wire.Parked(
             fit=not read,

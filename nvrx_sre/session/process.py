@@ -1,6 +1,6 @@
 """What outlives a generation inside a rank's process: settings, control, hot slots.
 
-Slots are asked for once the state is known and mapped by the monitor thread, so that the first capture finds them.
+Slots are asked for once the state is known and mapped by a thread of their own, so that the first capture finds them.
 
 One per process, set by `bootstrap` before user code runs; absent when a script runs without a launcher.
 """
@@ -10,14 +10,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import InternalError, StorageError, UserError
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.settings import ChildSettings
 from nvrx_sre.restart.control import RankControl
+from nvrx_sre.session.mapping import Mapper
 from nvrx_sre.session.slots_ahead import SlotsAhead
+
+if TYPE_CHECKING:
+    from nvrx_sre.checkpoint.ring import Ring
 
 T = TypeVar("T")
 
@@ -50,6 +54,8 @@ class RankProcess:
         self.settings = settings
         self.control = control
         self.slots: SlotFile | None = None
+        self.ring: Ring | None = None
+        """What captures and restores pass through on a device, from the first restore on."""
         self.hot_schedule = HotSchedule(0)
         self.knows_no_hot_tier = False
         """It was said that this run has none."""
@@ -60,18 +66,26 @@ class RankProcess:
         """Answer to the newest request, until the main thread takes it."""
         self._asked: tuple[int, int, int] | None = None
         """Generation and sizes of the newest request, until its answer was taken."""
-        self._ahead = SlotsAhead()
-        control.on_slots = self._on_slots
-        control.on_map = self._ahead.map
-        control.on_dropped = self._ahead.drop
+        self._mapper = Mapper()
+        self._ahead = SlotsAhead(self._mapper.map)
+        control.on_slots = lambda message, descriptor: self._mapper.put(self._on_slots, message, descriptor)
+        control.on_map = lambda message, descriptor: self._mapper.put(self._ahead.map, message, descriptor)
+        control.on_dropped = lambda: self._mapper.put(self._ahead.drop)
         control.on_interval = lambda message: self.hot_schedule.change(message.every, message.from_step)
 
     def newest_ahead(self, read: Callable[[SlotFile, int, SlotHeader], T]) -> tuple[int, T] | None:
         """Of a standby: `SlotsAhead.newest`."""
         return self._ahead.newest(read)
 
+    def settle_slots(self) -> None:
+        """Wait until what the launcher has sent of slots so far is mapped, and locked where there is a device."""
+        self._mapper.settle()
+
     def take_slots(self, assign: wire.Assign, descriptor: int | None) -> None:
         """Map the slots that come with a rank; without a descriptor it has none, and a mapping of before is dropped."""
+        self._ahead.stop()
+        self._mapper.settle()
+        self._mapper.device_index = assign.local_rank
         with self._granted:
             self._asked = None
             self._put_grant(None)
@@ -97,6 +111,15 @@ class RankProcess:
             )
         )
 
+    def has_slots(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> bool:
+        """True if `slots_for` would not block; else they are asked for."""
+        self.ask_slots(generation, layout_hash, data_bytes, blob_bytes)
+        with self._granted:
+            granted = self._grant
+        if isinstance(granted, Exception) or _fits(granted, data_bytes, blob_bytes):
+            return True
+        return _fits(self.slots, data_bytes, blob_bytes)
+
     def slots_for(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> SlotFile:
         """Slots that hold at least these sizes; blocks until the launcher has granted them.
 
@@ -121,10 +144,10 @@ class RankProcess:
         raise granted
 
     def _on_slots(self, message: wire.SlotsGranted, descriptor: int) -> None:
-        """In the monitor thread: map them here, so that no step waits for it. Blocks for the page tables."""
+        """In the mapper's thread, so that no step waits for it. Blocks for the page tables."""
         granted: SlotFile | UserError | StorageError
         try:
-            granted = SlotFile.map(descriptor, message.data_bytes, message.blob_bytes)
+            granted = self._mapper.map(descriptor, message.data_bytes, message.blob_bytes)
         except (UserError, StorageError) as error:
             os.close(descriptor)
             granted = error

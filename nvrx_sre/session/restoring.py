@@ -31,6 +31,7 @@ from nvrx_sre.checkpoint import supported
 from nvrx_sre.checkpoint.capture import Capturer
 from nvrx_sre.checkpoint.replicas import differing
 from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate, Lap
+from nvrx_sre.checkpoint.ring import Ring
 from nvrx_sre.checkpoint.spare import Spare
 from nvrx_sre.checkpoint.stand_ins import StandIns
 from nvrx_sre.core.clock import seconds
@@ -80,11 +81,13 @@ def restore(
 
     Raises `UserError` for state that cannot be saved, else as `Restorer.restore`.
     """
+    if process.ring is None and device.type == "cuda":
+        process.ring = Ring(device)
     found = supported.check(tracked)
     if not rank_saving.needed_by_any(found, device):
         step, source = Restorer(process, go, rank, device, spare).restore(tracked)
         spare.release()
-        return step, source, HotSaver(process, Capturer(tracked), go.generation, step)
+        return step, source, HotSaver(process, Capturer(tracked, ring=process.ring), go.generation, step)
     if rank == 0:
         _tell_no_hot_tier(process, go, rank_saving.explain(found))
     stand_ins = StandIns(tracked)
@@ -167,7 +170,9 @@ class Restorer:
     def _candidate(self, entry: dict[str, Any], tracked: Mapping[str, Any]) -> Candidate:
         if entry["tier"] == Tier.HOT:
             slot, step, layout_hash = int(entry["slot"]), int(entry["step"]), str(entry["layout_hash"])
-            return HotCandidate(self._process.slots, slot, step, layout_hash, tracked, self._spare)
+            hot = HotCandidate(self._process.slots, slot, step, layout_hash, tracked, self._spare)
+            hot.ring = self._process.ring
+            return hot
         directory = Path(self._process.settings.run_dir) / "checkpoints" / str(entry["directory"])
         run, world_size = self._process.settings.run, self._go.world_size
         return DurableCandidate(directory, run, self._rank, world_size, tracked, self._spare)

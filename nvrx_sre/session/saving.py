@@ -2,8 +2,10 @@
 
     boundary of step s     begin the capture in the main thread, go on training
     thread                 copy -> seal -> tell the launcher
-    before an optimizer    wait for the copy (a hook on every tracked optimizer)
+    before an optimizer    wait for the copy (a hook on every tracked optimizer); a device waits by itself
     next capture, the end  wait for the seal
+
+On a device the first captures are skipped while slots are mapped and locked, which takes seconds; on the CPU they wait.
 
 A capture that is cut short leaves an unsealed slot, which no restore uses; an interrupt lets a running copy
 finish, so an exception costs no step. A tensor that something else than a tracked optimizer changes during the
@@ -22,7 +24,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from nvrx_sre.checkpoint.capture import Capturer, Filling
+from nvrx_sre.checkpoint.capture import Capturer
+from nvrx_sre.checkpoint.filling import Filling
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
@@ -53,6 +56,8 @@ class HotSaver:
         self._is_overlapped = True
         self._has_prepared = False
         self._waited_ns = 0
+        self._filling: Filling | None = None
+        """The newest capture, until an optimizer steps."""
         self._copied: Future[None] | None = None
         self._sealed: Future[None] | None = None
         self._untold: wire.Sealed | None = None
@@ -108,10 +113,18 @@ class HotSaver:
         for hook in self._hooks:
             hook.remove()
         self._thread.shutdown(wait=True)
+        self._filling = None
+        if self._capturer.ring is not None:
+            self._capturer.ring.release()
 
     def _capture(self, step: int, durable: bool) -> int:
         self._wait_sealed()
-        slots = self._process.slots_for(self._generation, *self._needs())
+        needs = self._needs()
+        waits = durable or self._capturer.ring is None
+        if not waits and not self._process.has_slots(self._generation, *needs):
+            self.num_skipped += 1
+            return -1
+        slots = self._process.slots_for(self._generation, *needs)
         slot = self._free_slot(slots, step)
         if slot is None:
             self.num_skipped += 1
@@ -144,9 +157,12 @@ class HotSaver:
             durable=durable,
             now_mono_ns=self._process.control.clock.monotonic_ns(),
         )
-        if not self._is_overlapped:
+        filling.counts = lambda: self._process.control.interrupted < self._generation
+        self._filling = filling if self._is_overlapped else None
+        if self._is_overlapped or filling.let_change():
+            self._copied = self._thread.submit(filling.copy)
+        else:
             filling.copy()
-        self._copied = self._thread.submit(filling.copy) if self._is_overlapped else None
         self._sealed = self._thread.submit(self._seal, filling, step)
 
     def _seal(self, filling: Filling, step: int) -> None:
@@ -156,7 +172,7 @@ class HotSaver:
             return  # raised in the main thread, which ends the generation
         if filling.is_whole:
             filling.seal()
-        elif self._is_overlapped:
+        elif self._is_overlapped and filling.counts():
             self._is_overlapped = False
             print(
                 f"nvrx-sre: something else than a tracked optimizer changed parameters after the commit of step "
@@ -174,8 +190,9 @@ class HotSaver:
 
     def _before_step(self, *_: Any) -> None:
         """Hook of every tracked optimizer: what it is about to change must be copied."""
+        filling, self._filling = self._filling, None
         copied = self._copied
-        if copied is None:
+        if filling is None or filling.let_change() or copied is None:
             return
         clock = self._process.control.clock
         started_ns = clock.monotonic_ns()

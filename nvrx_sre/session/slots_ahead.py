@@ -5,7 +5,7 @@
 Model: the launcher sends the descriptor of each rank's slots as they come to be; those of the rank that the standby
 becomes come once more with the assignment, and are mapped then if they are others than were mapped ahead. A mapping
 that fails is none: the one at the assignment says why.
-Thread safety: `map` and `drop` are the monitor thread's; `newest` is the main thread's, and so is `take` once the
+Thread safety: `map` and `drop` are one thread's (`mapping`); `newest` is the main thread's, and so is `take` once the
 launcher has assigned a rank, after which it sends no more of them. Must not: write a slot.
 """
 
@@ -26,18 +26,28 @@ T = TypeVar("T")
 class SlotsAhead:
     """Mapped slots by rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, map_slots: Callable[[int, int, int], SlotFile] = SlotFile.map) -> None:
+        """`map_slots`: as `SlotFile.map`."""
+        self._map_slots = map_slots
+        self._is_stopped = False
         self._by_rank: dict[int, SlotFile] = {}
         self._lock = threading.Lock()
 
     def map(self, message: wire.MapSlots, descriptor: int) -> None:
         """Map the slots of a rank in place of those it had before. Blocks for the page tables: 0.1 s a gigabyte."""
+        if self._is_stopped:
+            os.close(descriptor)
+            return
         with self._lock:
             self._close(message.rank)
             try:
-                self._by_rank[message.rank] = SlotFile.map(descriptor, message.data_bytes, message.blob_bytes)
+                self._by_rank[message.rank] = self._map_slots(descriptor, message.data_bytes, message.blob_bytes)
             except (UserError, StorageError):
                 os.close(descriptor)
+
+    def stop(self) -> None:
+        """Map no more: the process is about to be a rank."""
+        self._is_stopped = True
 
     def drop(self) -> None:
         """The node's slots are lost or of another world: their memory is free once nobody maps it."""
@@ -68,10 +78,10 @@ class SlotsAhead:
         ahead = self._by_rank.pop(rank, None)
         self.drop()
         if ahead is None:
-            return SlotFile.map(descriptor, data_bytes, blob_bytes)
+            return self._map_slots(descriptor, data_bytes, blob_bytes)
         if not os.path.samestat(os.fstat(ahead.fd), os.fstat(descriptor)):
             ahead.close()
-            return SlotFile.map(descriptor, data_bytes, blob_bytes)
+            return self._map_slots(descriptor, data_bytes, blob_bytes)
         os.close(descriptor)
         return ahead
 

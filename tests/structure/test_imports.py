@@ -36,6 +36,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "testing": (
         *("core", "events", "policy", "goodput", NO_TORCH_CHECKPOINT),
         *("launcher.machine", "launcher.commands", "launcher.started_saves"),
+        # What travels between launchers, and when: pure as well.
+        *("launcher.link", "launcher.link_codec", "launcher.pace"),
     ),
     "cli": ANYTHING,
 }
@@ -50,10 +52,13 @@ TORCH_MODULES = {
         "dcp_metadata",
         "encoding",
         "export",
+        "filling",
         "fit",
         "install",
+        "page_lock",
         "replicas",
         "restore",
+        "ring",
         "rng",
         "save",
         "safetensors_file",

@@ -62,6 +62,7 @@ class Run:
         self.directory = saved.directory.name
         self.process: Any = SimpleNamespace(
             slots=self.slots,
+            ring=None,
             settings=SimpleNamespace(run="demo", run_dir=str(run_dir)),
             control=SimpleNamespace(clock=ManualClock(), send=self.said.append),
         )

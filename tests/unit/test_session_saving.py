@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nvrx_sre.checkpoint.capture import Capturer, Filling, parse_blob, slot_views
+from nvrx_sre.checkpoint.capture import Capturer, parse_blob, slot_views
+from nvrx_sre.checkpoint.filling import HostFilling
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.events import messages as wire
 from nvrx_sre.session.process import HotSchedule
@@ -50,6 +51,7 @@ class Rank:
             ),
             control=SimpleNamespace(
                 clock=self.clock,
+                interrupted=-1,
                 channel=SimpleNamespace(send_nowait=self._send_nowait),
                 send=self.told.append,
                 enter=lambda *_, **__: None,
@@ -118,14 +120,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
         self.reached = threading.Event()
-        original = Filling.copy
+        original = HostFilling.copy
 
-        def copy(filling: Filling) -> None:
+        def copy(filling: HostFilling) -> None:
             self.reached.set()
             assert self.open.wait(LIMIT_S)
             original(filling)
 
-        monkeypatch.setattr(Filling, "copy", copy)
+        monkeypatch.setattr(HostFilling, "copy", copy)
 
 
 @pytest.fixture
@@ -313,10 +315,10 @@ def test_a_due_save_without_a_free_slot_is_made_up_for(rank: Rank) -> None:
 def test_what_a_copy_raises_reaches_the_training_function(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure in the thread is a fault of the rank, at its next optimizer step, not a silent end of captures."""
 
-    def fail(_: Filling) -> None:
+    def fail(_: HostFilling) -> None:
         raise RuntimeError("no copy today")
 
-    monkeypatch.setattr(Filling, "copy", fail)
+    monkeypatch.setattr(HostFilling, "copy", fail)
     rank.saver.at_boundary(1)
     with pytest.raises(RuntimeError, match="no copy today"):
         rank.step()

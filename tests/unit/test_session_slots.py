@@ -18,6 +18,8 @@ from nvrx_sre.session.process import RankProcess
 LIMIT_S = 30.0
 SMALL, LARGE = (8192, 4096), (65536, 4096)
 
+NEXT_RANK = SimpleNamespace(rank=1, local_rank=1)
+
 
 class Launcher:
     """Makes slots when a test says so. `asked`: the requests, in order."""
@@ -35,10 +37,11 @@ class Launcher:
         self.heard.set()
 
     def grant(self, sizes: tuple[int, int]) -> SlotFile:
-        """Answer as the monitor thread would hear it."""
+        """Answer as the monitor thread would hear it, and wait until that is mapped."""
         made = SlotFile.create(*sizes, name="nvrx-test")
         self.made.append(made)
         self._grant(wire.SlotsGranted(data_bytes=sizes[0], blob_bytes=sizes[1]), os.dup(made.fd))
+        self.process.settle_slots()
         return made
 
 
@@ -109,7 +112,7 @@ def test_slots_of_the_old_rank_are_not_taken_by_the_new_one(launcher: Launcher) 
     """Another world, another rank: what was granted before belongs to somebody else now."""
     launcher.process.ask_slots(1, "h", *SMALL)
     launcher.grant(SMALL)
-    launcher.process.take_slots(SimpleNamespace(rank=1), None)  # type: ignore[arg-type]  # only the rank is looked at
+    launcher.process.take_slots(NEXT_RANK, None)  # type: ignore[arg-type]  # nothing else is looked at
     launcher.process.ask_slots(1, "h", *SMALL)
     made = launcher.grant(SMALL)
     assert len(launcher.asked) == 2 and is_same(launcher.process.slots_for(1, "h", *SMALL), made)

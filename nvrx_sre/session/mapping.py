@@ -1,0 +1,58 @@
+"""Slots are mapped in a thread of their own: to map and lock tens of gigabytes takes seconds, which nobody waits for.
+
+    put(work)     -> done in the order in which it came
+    map(...)      `SlotFile.map`, and its pages locked where there is a device (`checkpoint.page_lock`)
+
+What cannot be locked is said once, and copied the slow way. The thread is there from the start, so that no generation
+is taken for its owner. Thread safety: `put` and `settle` from any thread; `map` from the thread, or the main one while
+the thread is idle. Must not: touch a device before there are slots.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec
+
+from nvrx_sre.checkpoint.slots import SlotFile
+
+P = ParamSpec("P")
+
+
+class Mapper:
+    """The thread, and the device for which it locks."""
+
+    def __init__(self) -> None:
+        self.device_index = 0
+        """Of this process: a rank's own; the first one before that is known, since any can lock for all."""
+        self._has_said = False
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nvrx-slots")
+        self.settle()
+
+    def put(self, work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have it done. Errors are the work's own matter."""
+        self._pool.submit(work, *args, **kwargs)
+
+    def settle(self) -> None:
+        """Wait until everything that was put is done."""
+        self._pool.submit(lambda: None).result()
+
+    def map(self, fd: int, data_bytes: int, blob_bytes: int) -> SlotFile:
+        """As `SlotFile.map`; where there is a device the pages are locked as well."""
+        slots = SlotFile.map(fd, data_bytes, blob_bytes)
+        why = self._lock(slots)
+        if why and not self._has_said:
+            self._has_said = True
+            print(f"nvrx-sre: {why}: captures and restores take several times as long", file=sys.stderr)
+        return slots
+
+    def _lock(self, slots: SlotFile) -> str:
+        import torch
+
+        if not torch.cuda.is_available():
+            return ""
+        from nvrx_sre.checkpoint import page_lock
+
+        with torch.cuda.device(self.device_index):
+            return page_lock.lock(slots)
