@@ -74,6 +74,7 @@ def _run_halted(read: Readings) -> AlertRule:
         name="NvrxRunHalted",
         verdict="halted: nothing will start it again",
         severity="critical",
+        blames=True,
         expr=_halts(read),
         meaning="The run stopped with exit 93: a retry cap was reached, the fault cannot be cured by a restart, or "
         "somebody halted it (label `reason`). Nothing will start it again by itself. Not for a run that has paged as "
@@ -151,6 +152,7 @@ def _crash_looping(read: Readings) -> AlertRule:
         name="NvrxCrashLooping",
         verdict="crash loop: no progress",
         severity="critical",
+        blames=True,
         expr=_loops_or_looped(read),
         cured=f"{read.of(catalog.LAST_NEW_STEP)}{has_gained}\nor {read.on}\n{_started_again(read)}",
         resolved=_either(gained, _recovered(read), "submitted again"),
@@ -175,6 +177,7 @@ def _recovery_overdue(read: Readings) -> AlertRule:
         name="NvrxRecoveryOverdue",
         verdict="recovering for too long",
         severity="critical",
+        blames=True,
         expr=f"{read.age(f'({read.of(catalog.INCIDENT_OPENED)} > 0)')}\n> {read.on}\n{limit}\n"
         f"unless {read.on}\n({stepping})\n{read.expected}",
         keep_firing_s=read.values.hold_s,
@@ -295,6 +298,7 @@ def _retry_cap_breached(read: Readings) -> AlertRule:
         name="NvrxRetryCapBreached",
         verdict="restarts past its caps",
         severity="critical",
+        blames=True,
         expr=f"({formed(catalog.GENERATIONS, 'window')}\nor {read.on}\n{formed(catalog.LAUNCHER_STARTS, 'startup')})\n"
         f"and {read.on}\n({read.age(read.of(catalog.LAST_NEW_STEP))} > {number(values.retry_cap_window_s)})\n"
         f"{read.expected}",

@@ -74,6 +74,8 @@ class AlertRule:
     description: str
     verdict: str = ""
     """What the run is, in a few words; empty where the alert is not about a run that exports its facts."""
+    blames: bool = False
+    """Its culprit is the root of the newest incident also when that is closed; else only of one that is open."""
     for_s: float = 0.0
     """How long the condition must hold (seconds)."""
     keep_firing_s: float = 0.0
@@ -98,7 +100,7 @@ class AlertRule:
         rule["annotations"] = {
             "summary": self.summary,
             "description": self.description,
-            **(_facts(self.verdict, values) if self.verdict else {}),
+            **(_facts(self.verdict, values, blames=self.blames) if self.verdict else {}),
             **({"resolved": f"{{{{ if not $value }}}}{self.resolved}{{{{ end }}}}"} if self.resolved else {}),
             "runbook_url": f"{values.runbook_base_url.rstrip('/')}/{self.name}.md",
             "dashboard_url": f"{values.dashboard_base_url.rstrip('/')}{DASHBOARD_PATH}?{_variables(values)}",
@@ -106,13 +108,14 @@ class AlertRule:
         return rule
 
 
-def _facts(verdict: str, values: Values) -> dict[str, str]:
+def _facts(verdict: str, values: Values, *, blames: bool) -> dict[str, str]:
     """What a person wants to know of any run that alerts, asked when the alert is evaluated; empty where unknown."""
     on = f"on ({', '.join(values.group_labels)})"
     # the time until now, not until the newest scrape, less what the two clocks differ by
     until_now = f" * -1 + time() + {on} last_over_time({AHEAD}[{duration(values.sample_memory_s)}])"
     age = lookup(f"{RUN_LABEL}:{catalog.LAST_NEW_STEP.name}:max", values, condition=until_now)
-    rank = lookup(f"{RUN_LABEL}:{catalog.INCIDENT_ROOT_RANK.name}:max", values, condition=" >= 0")
+    is_open = "" if blames else f" and {on} {RUN_LABEL}:{catalog.INCIDENT_OPENED.name}:max > 0"
+    rank = lookup(f"{RUN_LABEL}:{catalog.INCIDENT_ROOT_RANK.name}:max", values, condition=f" >= 0{is_open}")
     where = f'{catalog.RANK_INFO.name}{{run=%q,rank=\\"%.0f\\"}}'
     host = f'query (printf "{where}" $labels.run (. | first | value))'
     world = lookup(f"{RUN_LABEL}:{catalog.WORLD_SIZE_CONFIGURED.name}:max", values)

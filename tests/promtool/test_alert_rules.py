@@ -361,6 +361,19 @@ def test_every_alert_says_what_a_woken_person_asks() -> None:
         assert text in asked, asked
 
 
+@pytest.mark.parametrize("alert", ["NvrxCheckpointSaturated", "NvrxRunStalled"])
+def test_the_root_of_a_closed_incident_is_no_culprit_of_anything_else(alert: str) -> None:
+    """Rank 3 failed earlier and was recovered; a woken person must not take it for the cause of what fires now."""
+    levels = {(catalog.CHECKPOINT_SATURATION.name,): 1.5}
+    events = [*BEGIN, (300, "fault"), (310, "progress"), (600, "stop")]
+    rules = generate.rules_file(QUICK)
+    text = promtool.alert_text(
+        rules, case_of("text", [Run("mended", events, levels=levels)], (), 900), 15, (alert, 840)
+    )
+    assert "Run mended" in text and "last new step" in text, text
+    assert "rank 3" not in text, text
+
+
 def test_a_level_bends_one_series_only() -> None:
     """The stories' own tool: what is not bent stays."""
     run = Run("bent", BEGIN, levels={(catalog.STEP_SECONDS.name,): jump(600, 1, 2)})
