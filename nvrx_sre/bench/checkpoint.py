@@ -3,8 +3,9 @@
 Cases
     blocked       seconds that the training loop waits for one durable save; beside it the inflation of the following
                   steps, and whether a save was committed although a rank was killed 50 ms after the next optimizer step
-    efficiency R  steps x median step without saving / wall, where a write takes R times the compute between saves,
-                  throttled; beside it freshness and the share of possible commits. Ours alone: only it can throttle
+    efficiency R  steps x what they take without saving / wall, where a write takes R times the compute between saves,
+                  throttled; beside it freshness and the share of possible commits, and the same with nothing saved
+                  (`checkpoint_efficiency`). Ours alone: only it can throttle
     restore       from a warm slot, in a fresh process, from the disk; beside it plain copies, disk read, checksum
     memory        shared and private memory for saving, in units of the state: three slots are 3 (`checkpoint_memory`)
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import math
 import shutil
 import statistics
 import subprocess
@@ -28,9 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from nvrx_sre.bench import checkpoint_efficiency as efficiency
 from nvrx_sre.bench import checkpoint_memory as memory
 from nvrx_sre.bench import checkpoint_reading as reading
 from nvrx_sre.bench import checkpoint_reference as reference
+from nvrx_sre.bench.checkpoint_efficiency import WindowPlan
 from nvrx_sre.bench.checkpoint_reading import CONTESTANTS, NOTHING, OURS
 from nvrx_sre.bench.rows import Row, empty, summarize
 from nvrx_sre.bench.subprocesses import run_to_end
@@ -62,11 +64,17 @@ class BenchConfig:
     batch: int = 16
     ranks: int = 2
     num_saves: int = 4
-    """Saves of the case `blocked`, and throttled writes of each window of `efficiency`."""
+    """Saves of the case `blocked`."""
     pause_s: float = 12.0
     """Steps without saving before a window of ours, in time: the standby must have started by then."""
     bandwidth_mb_s: float = 50.0
     saturations: tuple[float, ...] = (0.1, 0.98, 5.8)
+    num_rounds: int = 3
+    """Windows of each case `efficiency`."""
+    saves_in_a_row: int = 2
+    """Throttled writes of such a window, where one follows the other."""
+    between_s: float = 8.0
+    """Steps without saving between such windows, in time; the end of a write runs into them."""
     num_restores: int = 4
     """Faults of each kind, and restarts of the launcher."""
     contestants: tuple[str, ...] = CONTESTANTS
@@ -96,8 +104,10 @@ def quick(cases: Sequence[str] = CASES) -> BenchConfig:
         batch=4,
         num_saves=2,
         pause_s=4.0,
-        bandwidth_mb_s=10.0,
-        saturations=(1.0,),
+        bandwidth_mb_s=20.0,
+        saturations=(0.1, 1.0),
+        num_rounds=1,
+        between_s=8.0,
         num_restores=1,
         contestants=CONTESTANTS[:2],
         cases=tuple(cases),
@@ -106,22 +116,22 @@ def quick(cases: Sequence[str] = CASES) -> BenchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that has ended. `windows`: (first step, last step, interval)."""
+    """A run that has ended. `starting`: when a standby was."""
 
     ranks: list[list[reading.Stamp]]
-    windows: list[tuple[int, int, int]]
     out: Path
     records: list[Record] = field(default_factory=list)
     saves: list[reading.Save] = field(default_factory=list)
+    starting: list[reading.Span] = field(default_factory=list)
     base: reading.Base
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What one run is to do. `windows`: (interval, steps)."""
+    """What one run is to do."""
 
-    windows: tuple[tuple[int, int], ...]
-    pause_steps: int
+    windows: tuple[WindowPlan, ...]
+    pause_s: float = 0.0
     kill_step: int = 0
     copies: bool = False
 
@@ -143,8 +153,7 @@ class Benchmark:
         failed: list[str] = []
         with tempfile.TemporaryDirectory(prefix="nvrx-sre-bench-", dir=Path.cwd()) as scratch:
             self._scratch = Path(scratch)
-            step_s = self._calibrate()
-            for name, part in self._parts(step_s):
+            for name, part in self._parts():
                 self._say(name)
                 try:
                     on_rows(part())
@@ -154,46 +163,42 @@ class Benchmark:
         if failed:
             raise InternalError(f"failed in the benchmark: {'; '.join(failed)}")
 
-    def _parts(self, step_s: float) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
+    def _parts(self) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
         """(name, what measures it) of everything that was asked for."""
         wanted = self._config.cases
         if "blocked" in wanted:
-            yield f"blocked: {OURS}", lambda: self._ours_blocked(step_s)
+            yield f"blocked: {OURS}", self._ours_blocked
             for contestant in (NOTHING, *self._config.contestants):
                 yield f"blocked: {contestant}", functools.partial(self._peer_blocked, contestant)
             yield f"blocked: {PEER}", lambda: [absent_peer()]
         if "efficiency" in wanted:
-            yield f"efficiency: {OURS}", lambda: self._efficiency(step_s)
+            yield f"efficiency: {OURS}", self._efficiency
         if "restore" in wanted:
-            yield f"restore: {OURS}", lambda: self._restore(step_s)
+            yield f"restore: {OURS}", self._restore
         if "memory" in wanted:
             yield f"memory: {OURS}", self._memory
 
     # --- blocked ------------------------------------------------------------------------------------------
 
-    def _calibrate(self) -> float:
-        self._say("calibration: how long is a step here?")
-        return self._train(NOTHING, _Plan(windows=((NEVER, 4),), pause_steps=6)).base.step_s
-
-    def _blocked_plan(self, pause_steps: int) -> _Plan:
+    def _blocked_plan(self, pause_s: float) -> _Plan:
         """Saves to measure; then, when the last of them is done, one more whose rank is killed."""
         interval = reading.FOLLOWING + 1
         measured_steps = interval * self._config.num_saves + reading.FOLLOWING
         return _Plan(
-            windows=((interval, measured_steps), (interval, interval + 3)),
-            pause_steps=pause_steps,
+            windows=(_every(interval, measured_steps), _every(interval, interval + 3)),
+            pause_s=pause_s,
             kill_step=measured_steps + interval,
         )
 
-    def _ours_blocked(self, step_s: float) -> list[Row]:
-        plan = self._blocked_plan(self._pause_steps(step_s))
+    def _ours_blocked(self) -> list[Row]:
+        plan = self._blocked_plan(self._config.pause_s)
         run = self._launch("blocked", plan, "--hot-every", "0")
         killed = [event for event in _events(run.records, SaveCommitted) if event.step == plan.kill_step]
         return self._blocked_rows(OURS, run, plan, bool(killed))
 
     def _peer_blocked(self, contestant: str) -> list[Row]:
-        plan = self._blocked_plan(6)
-        run = self._train(contestant, plan)
+        plan = self._blocked_plan(0.0)
+        run = self._train(f"blocked-{contestant}", contestant, plan)
         checkpoints = run.out / "checkpoints"
         committed = (checkpoints / f"step-{plan.kill_step:08d}" / ".metadata").exists()
         shutil.rmtree(checkpoints, ignore_errors=True)  # half a gigabyte a save
@@ -218,44 +223,52 @@ class Benchmark:
 
     # --- efficiency ---------------------------------------------------------------------------------------
 
-    def _efficiency(self, step_s: float) -> list[Row]:
+    def _efficiency(self) -> list[Row]:
         config = self._config
-        windows = [self._window(saturation, step_s) for saturation in config.saturations]
-        total_s = sum(steps for _, steps in windows) * step_s
-        self._say(f"at {config.bandwidth_mb_s:g} MB/s, {total_s:.0f} s of steps")
-        pause_steps = self._pause_steps(step_s, 1.5 * config.write_s + 2)
+        step_s = self._pace_s("efficiency", efficiency.KEEPS_FREED)
+        plans = efficiency.plan_run(
+            efficiency.RunConfig(
+                saturations=config.saturations,
+                num_rounds=config.num_rounds,
+                saves_in_a_row=config.saves_in_a_row,
+                write_s=config.write_s,
+                step_s=step_s,
+            )
+        )
+        total_s = sum(plan.num_steps for plan in plans) * step_s + (len(plans) + 1) * config.between_s
+        self._say(f"at {config.bandwidth_mb_s:g} MB/s, {len(plans)} windows, {total_s:.0f} s of steps")
         run = self._launch(
             "efficiency",
-            _Plan(windows=tuple(windows), pause_steps=pause_steps),
+            _Plan(windows=tuple(plans), pause_s=config.between_s),
             *("--hot-every", "0", "--write-bandwidth", str(config.bandwidth_mb_s)),
+            under=efficiency.KEEPS_FREED,
         )
+        windows = efficiency.read_windows(run.ranks[0], plans, run.saves, run.starting)
         rows: list[Row] = []
-        for saturation, (first, last, interval) in zip(config.saturations, run.windows, strict=True):
-            found = reading.efficiency(run.ranks[0], (first, last), interval, run.saves, run.base)
-            note = (
-                f"{found.num_steps} steps, a save each {interval}, write {found.write_s:.2f} s, "
-                f"write / compute {found.saturation:.2f}, hot tier off, {config.bandwidth_mb_s:g} MB/s"
-            )
-            case = f"efficiency {saturation:g}"
-            share = found.num_commits / found.num_possible
-            rows.append(self._row([found.value], OURS, case, "share", note))
-            rows.append(self._row(found.freshness, OURS, f"{case} freshness", "write times", "beyond the interval"))
-            commits = f"{found.num_commits} of {found.num_possible} possible"
-            rows.append(self._row([share], OURS, f"{case} commits", "share", commits))
+        for saturation in (efficiency.CONTROL, *config.saturations):
+            of_this = [window for window, plan in zip(windows, plans[1:], strict=True) if plan.saturation == saturation]
+            rows += self._efficiency_rows(saturation, of_this)
         return rows
 
-    def _window(self, saturation: float, step_s: float) -> tuple[int, int]:
-        """(interval, steps): as many writes as asked for, but one where writes are far apart."""
-        write_s = self._config.write_s
-        interval = max(1, round(write_s / saturation / step_s))
-        num_writes = 1 if saturation < 0.5 else self._config.num_saves
-        total_s = num_writes * max(interval * step_s, write_s) + 1.5 * write_s + 1
-        return interval, math.ceil(total_s / step_s) + interval * (saturation > 1)
+    def _efficiency_rows(self, saturation: float, windows: list[efficiency.Window]) -> list[Row]:
+        values, note = [window.efficiency for window in windows], efficiency.describe(windows)
+        if saturation == efficiency.CONTROL:
+            return [self._row(values, NOTHING, "efficiency", "share", f"the noise of this measurement: {note}")]
+        case = f"efficiency {saturation:g}"
+        freshness = [age for window in windows for age in window.freshness]
+        num_commits = sum(window.num_commits for window in windows)
+        num_possible = sum(window.num_possible for window in windows)
+        commits = f"{num_commits} of {num_possible} possible"
+        return [
+            self._row(values, OURS, case, "share", f"{note}, hot tier off, {self._config.bandwidth_mb_s:g} MB/s"),
+            self._row(freshness, OURS, f"{case} freshness", "write times", "beyond the interval"),
+            self._row([num_commits / num_possible], OURS, f"{case} commits", "share", commits),
+        ]
 
     # --- restore ------------------------------------------------------------------------------------------
 
-    def _restore(self, step_s: float) -> list[Row]:
-        config = self._config
+    def _restore(self) -> list[Row]:
+        config, step_s = self._config, self._pace_s("restore")
         gap, start = max(3, round(config.pause_s / step_s)), 4
         exceptions = [start + 3 * number for number in range(config.num_restores)]
         kills = [exceptions[-1] + gap * (number + 1) for number in range(config.num_restores)]
@@ -263,7 +276,8 @@ class Benchmark:
             *(f"exception@0:{step}" for step in exceptions),
             *(f"sigkill@{config.ranks - 1}:{step}" for step in kills),
         ]
-        plan = _Plan(windows=((NEVER, kills[-1] + 4),), pause_steps=self._pause_steps(step_s), copies=True)
+        window = WindowPlan(num_steps=kills[-1] + 4)
+        plan = _Plan(windows=(window,), pause_s=config.pause_s, copies=True)
         faults = [argument for spec in specs for argument in ("--fault", spec)]
         run = self._launch("restore", plan, "--hot-every", "1", *faults)
         if len(_events(run.records, FaultDetected)) < len(specs):
@@ -306,7 +320,8 @@ class Benchmark:
     def _memory(self) -> list[Row]:
         interval = reading.FOLLOWING + 1
         num_steps = interval * self._config.num_saves + reading.FOLLOWING
-        saving, without = self._peaks("memory", interval, num_steps), self._peaks("memory-never", NEVER, num_steps)
+        saving = self._peaks("memory", _every(interval, num_steps))
+        without = self._peaks("memory-never", WindowPlan(num_steps=num_steps))
         used, state_bytes = memory.taken_by_saving(saving, without), self._config.state_bytes
         note = (
             f"slots {used.slot_bytes / 1e6:.0f} MB, ranks +{used.rank_bytes / 1e6:.0f} MB, "
@@ -315,18 +330,20 @@ class Benchmark:
         )
         return [self._row([used.total_bytes / state_bytes], OURS, "memory", "states", note)]
 
-    def _peaks(self, name: str, interval: int, num_steps: int) -> memory.Peaks:
-        plan = _Plan(windows=((interval, num_steps),), pause_steps=6)
+    def _peaks(self, name: str, window: WindowPlan) -> memory.Peaks:
+        plan = _Plan(windows=(window,))
         with memory.MemorySampler() as sampler:
             run = self._launch(name, plan, "--hot-every", "0", "--standbys", "0", under=memory.HELD_ONLY)
         ranks = {stamp.pid for stamps in run.ranks for stamp in stamps if stamp.kind == "restored"}
         writers = {event.pid for event in _events(run.records, WorkerStarted) if event.role is Role.WRITER}
         return memory.peaks_of(sampler.samples, ranks, writers)
 
-    # --- runs ---------------------------------------------------------------------------------------------
+    def _pace_s(self, case: str, under: Sequence[str] = ()) -> float:
+        """What a step takes here, for plans in steps. Blocks for some."""
+        plan = _Plan(windows=(WindowPlan(num_steps=4),))
+        return self._train(f"pace-{case}", NOTHING, plan, under=under).base.step_s
 
-    def _pause_steps(self, step_s: float, at_least_s: float = 0.0) -> int:
-        return math.ceil(max(self._config.pause_s, at_least_s) / step_s) + 4
+    # --- runs ---------------------------------------------------------------------------------------------
 
     def _launch(self, name: str, plan: _Plan, *options: str, under: Sequence[str] = ()) -> Run:
         """Run ours under its launcher, which `under` (a command) starts if there is one."""
@@ -345,14 +362,15 @@ class Benchmark:
         records = list(read_journal(run_dir / "journal"))
         offset_ns = self._clock.wall_ns() - self._clock.monotonic_ns()
         saves = reading.saves_of(records, offset_ns)
-        return self._read(out, plan, records, saves, reading.busy_spans(records, saves, offset_ns))
+        return self._read(out, records, saves, reading.starting_spans(records, offset_ns))
 
-    def _train(self, contestant: str, plan: _Plan) -> Run:
-        """Run another contestant under torchrun. It ends with its planned kill."""
-        out = self._scratch / f"{contestant}-{plan.kill_step}".replace(" ", "-")
+    def _train(self, name: str, contestant: str, plan: _Plan, under: Sequence[str] = ()) -> Run:
+        """Run another contestant under torchrun, started by `under` if there is one. It ends with its planned kill."""
+        out = self._scratch / name.replace(" ", "-")
         out.mkdir()
         run_to_end(
             [
+                *under,
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node", str(self._config.ranks), "--module", TRAINING),
                 *self._training_arguments(contestant, out, plan),
@@ -360,32 +378,35 @@ class Benchmark:
             out.with_suffix(".log"),
             may_fail=plan.kill_step > 0,
         )
-        return self._read(out, plan, [], [], [])
+        return self._read(out, [], [], [])
 
     def _training_arguments(self, contestant: str, out: Path, plan: _Plan) -> list[str]:
         config = self._config
-        windows = [argument for interval, steps in plan.windows for argument in ("--window", f"{interval}:{steps}")]
+        windows = [
+            argument
+            for window in plan.windows
+            for argument in ("--window", f"{window.num_steps}:{','.join(map(str, window.due))}")
+        ]
         return [
             *("--out", str(out), "--contestant", contestant, "--dim", str(config.dim), "--layers", str(config.layers)),
-            *("--batch", str(config.batch), "--pause-steps", str(plan.pause_steps)),
+            *("--batch", str(config.batch), "--pause-s", str(plan.pause_s)),
             *("--kill-step", str(plan.kill_step), *windows, *(["--copies"] if plan.copies else [])),
         ]
 
-    def _read(
-        self, out: Path, plan: _Plan, records: list[Record], saves: list[reading.Save], busy: list[reading.Span]
-    ) -> Run:
+    def _read(self, out: Path, records: list[Record], saves: list[reading.Save], starting: list[reading.Span]) -> Run:
         ranks = reading.read_stamps(out, self._config.ranks)
-        windows, last = [], 0
-        for interval, steps in plan.windows:
-            windows.append((last + 1, last + steps, interval))
-            last += steps
-        base = reading.base_of(ranks[0], busy)
-        return Run(ranks=ranks, windows=windows, out=out, records=records, saves=saves, base=base)
+        base = reading.base_of(ranks[0], [*starting, *((save.captured_ns, save.ended_ns) for save in saves)])
+        return Run(ranks=ranks, out=out, records=records, saves=saves, starting=starting, base=base)
 
     def _row(self, samples: Sequence[float], contestant: str, case: str, unit: str, note: str) -> Row:
         return summarize(
             samples, bench=BENCH, contestant=contestant, case=case, ranks=self._config.ranks, unit=unit, note=note
         )
+
+
+def _every(interval: int, num_steps: int) -> WindowPlan:
+    """A save each `interval` steps."""
+    return WindowPlan(num_steps=num_steps, due=tuple(range(interval, num_steps + 1, interval)))
 
 
 def measure(config: BenchConfig, say: Say, on_rows: OnRows) -> None:

@@ -2,13 +2,11 @@
 
 Terms. A step *alone* is one of a pause: neither committed nor saved, while no save is being written and no process
 is starting. The base is the median of those, per rank set; a rank set moves in step, so rank 0's stamps are used and
-the slowest boundary of all ranks.
+the slowest boundary of all ranks. Efficiency has a base of its own (`checkpoint_efficiency`).
 
     blocked     of a save: its boundary, plus what the next optimizer part takes above the median of steps alone
     inflation   of a save: what the steps until the next save (at most `FOLLOWING`) take above the base, less what
                 is counted as blocked
-    efficiency  steps x base / wall of a window
-    freshness   age of the newest commit just before the next one, less the interval that was asked for, in write times
 """
 
 from __future__ import annotations
@@ -96,19 +94,6 @@ class Base:
     num_steps: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """One window. `saturation`: write time / requested interval; `freshness` in write times, one a commit."""
-
-    value: float
-    num_steps: int
-    saturation: float
-    write_s: float
-    freshness: tuple[float, ...]
-    num_commits: int
-    num_possible: int
-
-
 Span = tuple[int, int]
 """(begin, end), monotonic ns."""
 
@@ -149,9 +134,9 @@ def saves_of(records: Sequence[Record], wall_minus_monotonic_ns: int) -> list[Sa
     return saves
 
 
-def busy_spans(records: Sequence[Record], saves: Sequence[Save], wall_minus_monotonic_ns: int) -> list[Span]:
-    """When something beside the training was at work: the start of each standby, every save."""
-    spans = [(save.captured_ns, save.ended_ns) for save in saves]
+def starting_spans(records: Sequence[Record], wall_minus_monotonic_ns: int) -> list[Span]:
+    """When a standby was starting; one that never got ready, to the end."""
+    spans: list[Span] = []
     started: dict[int, int] = {}
     for record in records:
         event, at_ns = record.event, record.time_ns - wall_minus_monotonic_ns
@@ -162,15 +147,15 @@ def busy_spans(records: Sequence[Record], saves: Sequence[Save], wall_minus_mono
     return [*spans, *((at_ns, LATER_NS) for at_ns in started.values())]
 
 
+def is_alone(stamp: Stamp, busy: Sequence[Span]) -> bool:
+    """True if nothing of `busy` was at work beside it, or had been until just before."""
+    quiet_ns = round(QUIET_S * 1e9)
+    return not any(stamp.start_ns < end_ns + quiet_ns and stamp.end_ns > begin_ns for begin_ns, end_ns in busy)
+
+
 def base_of(stamps: Iterable[Stamp], busy: Sequence[Span]) -> Base:
     """The base of a run. Raises `InternalError` if too few steps stood alone."""
-    quiet_ns = round(QUIET_S * 1e9)
-    alone = [
-        stamp
-        for stamp in stamps
-        if stamp.kind == "pause"
-        and not any(stamp.start_ns < end_ns + quiet_ns and stamp.end_ns > begin_ns for begin_ns, end_ns in busy)
-    ]
+    alone = [stamp for stamp in stamps if stamp.kind == "pause" and is_alone(stamp, busy)]
     # The first step of a run allocates optimizer state, the first of each pause follows a boundary.
     alone = alone[1:]
     if len(alone) < ALONE_MIN:
@@ -205,40 +190,6 @@ def blocked_and_inflation(
 
 def _wait_s(steps: dict[int, Stamp], step: int, base: Base) -> float:
     return max(0.0, seconds(steps[step + 1].optimizer_ns) - base.optimizer_s)
-
-
-def efficiency(
-    stamps: Sequence[Stamp], window: tuple[int, int], interval: int, saves: Sequence[Save], base: Base
-) -> Efficiency:
-    """Figures of the steps `window[0]..window[1]` that asked for a save each `interval` steps.
-
-    Raises `InternalError` if no save was begun in it.
-    """
-    steps = [stamp for stamp in stamps if stamp.kind == "step" and window[0] <= stamp.step <= window[1]]
-    begin_ns, end_ns = steps[0].start_ns, steps[-1].end_ns
-    wall_s = seconds(end_ns - begin_ns)
-    begun = [save for save in saves if begin_ns <= save.started_ns <= end_ns]
-    if not begun:
-        raise InternalError(f"no save was begun in the benchmark's window of interval {interval}")
-    inside = [save for save in begun if 0 < save.committed_ns <= end_ns]
-    write_s = statistics.median(seconds(save.ended_ns - save.started_ns) for save in begun)
-    interval_s = interval * base.step_s
-    # The age at the end of the window counts where nothing was committed in it.
-    captured = [begin_ns, *(save.captured_ns for save in inside[:-1])]
-    committed = [save.committed_ns for save in inside] or [end_ns]
-    spacing_s = max(interval_s, write_s)
-    return Efficiency(
-        value=len(steps) * base.step_s / wall_s,
-        num_steps=len(steps),
-        saturation=write_s / interval_s,
-        write_s=write_s,
-        freshness=tuple(
-            (seconds(committed_ns - captured_ns) - interval_s) / write_s
-            for captured_ns, committed_ns in zip(captured, committed, strict=True)
-        ),
-        num_commits=len(inside),
-        num_possible=max(len(inside), 1 + int(max(0.0, wall_s - interval_s - write_s) / spacing_s)),
-    )
 
 
 def restores(ranks: Sequence[Sequence[Stamp]], sources: Sequence[RestoredFrom]) -> dict[str, list[Stamp]]:

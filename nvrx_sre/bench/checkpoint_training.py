@@ -4,7 +4,7 @@
 
 Model: FSDP2 and AdamW on CPU, about 500 MB of state over the ranks (12 bytes a parameter). Our contestant runs under
 our launcher and only calls `ctx.commit`; every other runs under torchrun, where the context does nothing, and saves
-with a `Saver` of `checkpoint_peers`. Steps come in windows (`INTERVAL:STEPS`, a save each INTERVAL steps); before
+with a `Saver` of `checkpoint_peers`. Steps come in windows (`STEPS:DUE,...`, a save after each that is DUE); before
 each window and after the last one stand steps that are neither committed nor saved: what a step costs alone.
 
 Each rank appends JSON lines (`checkpoint_reading.Stamp`) with the host's monotonic clock; each is one write, so a
@@ -36,17 +36,18 @@ from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.session import Context, resilient
 from nvrx_sre.session.process import current
 
+PAUSE_STEPS = 6
 NUM_COPIES = 5
 """Copies that the memory bandwidth is the median of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Committed steps `first..last`, a save after each `interval` of them."""
+    """Committed steps `first..last`, a save after each of `due`."""
 
     first: int
     last: int
-    interval: int
+    due: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,8 @@ class Order:
     layers: int
     batch: int
     windows: tuple[Window, ...]
-    pause_steps: int
-    """Steps without commit before each window and after the last."""
+    pause_s: float
+    """Steps without commit before each window and after the last: for at least so long, and `PAUSE_STEPS`."""
     kill_step: int
     """The last rank kills itself shortly after the optimizer step that follows this step's save; 0 for never."""
     copies: bool
@@ -153,16 +154,25 @@ class Training:
         self._pause()
 
     def _pause(self) -> None:
-        for _ in range(self._order.pause_steps):
+        until_ns = self._stamps.now_ns() + round(self._order.pause_s * 1e9)
+        num_steps = 0
+        while num_steps < PAUSE_STEPS or self._some_rank_waits(until_ns):
+            num_steps += 1
             start_ns = self._stamps.now_ns()
             optimizer_ns = self._compute()
             self._ctx.tick()
             self._stamps.add("pause", self._ctx.step, start_ns, optimizer_ns=optimizer_ns)
 
+    def _some_rank_waits(self, until_ns: int) -> bool:
+        """The same answer on all ranks, so that all make as many steps."""
+        waits = torch.tensor([int(self._stamps.now_ns() < until_ns)])
+        dist.all_reduce(waits, op=dist.ReduceOp.MAX)
+        return bool(waits.item())
+
     def _committed_step(self, window: Window) -> None:
         stamps, ctx = self._stamps, self._ctx
         step = ctx.step + 1
-        is_due = (step - window.first + 1) % window.interval == 0
+        is_due = step in window.due
         start_ns = stamps.now_ns()
         optimizer_ns = self._compute()
         self._kill_if_planned(step)
@@ -224,11 +234,12 @@ def parse(argv: Sequence[str]) -> Order:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--contestant", required=True)
-    for name in ("dim", "layers", "batch", "pause-steps"):
+    for name in ("dim", "layers", "batch"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--kill-step", type=int, default=0)
     parser.add_argument("--copies", action="store_true")
-    parser.add_argument("--window", action="append", default=[], help="INTERVAL:STEPS")
+    parser.add_argument("--window", action="append", default=[], help="STEPS:DUE,...")
     values = vars(parser.parse_args(argv))
     return Order(windows=tuple(_windows(values.pop("window"))), **values)
 
@@ -236,9 +247,13 @@ def parse(argv: Sequence[str]) -> Order:
 def _windows(texts: Sequence[str]) -> Iterator[Window]:
     last = 0
     for text in texts:
-        interval, steps = map(int, text.split(":"))
-        yield Window(first=last + 1, last=last + steps, interval=interval)
-        last += steps
+        steps, _, due = text.partition(":")
+        yield Window(
+            first=last + 1,
+            last=last + int(steps),
+            due=frozenset(last + int(number) for number in due.split(",") if due),
+        )
+        last += int(steps)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,12 @@ def test_every_contestant_has_its_three_figures(rows: dict[tuple[str, str], dict
 
 
 def test_ours_has_efficiency_restores_and_memory(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """Figures of the right size: shares up to about one, restores beside their references, three slots."""
-    assert 0 < rows[OURS, "efficiency 1"]["median"] < 1.5
-    assert 0 <= rows[OURS, "efficiency 1 commits"]["median"] <= 1 and rows[OURS, "efficiency 1 freshness"]["n"] > 0
+    """Efficiencies beside their control, restores beside their references, three slots."""
+    assert rows[NOTHING, "efficiency"]["note"].startswith("the noise") and rows[NOTHING, "efficiency"]["median"] > 0
+    for case in ("efficiency 0.1", "efficiency 1"):
+        assert rows[OURS, case]["median"] > 0
+        assert 0 <= rows[OURS, f"{case} commits"]["median"] <= 1
+        assert rows[OURS, f"{case} freshness"]["n"] >= 1
     for case in ("restore warm slot", "restore fresh process", "restore durable"):
         assert rows[OURS, case]["median"] > 0
     for contestant in ("memcpy", "disk read", "xxh3_128"):
