@@ -126,8 +126,11 @@ def _leave(code: int) -> NoReturn:
 def _child(message: wire.Fork, descriptors: list[int], server: socket.socket) -> int:
     """The child's life; its exit code."""
     os.setsid()  # before the launcher knows the pid: it ends whole sessions
-    server.send(os.getpid().to_bytes(PID_BYTES, "little"))
-    server.recv(1)  # the end of the stream: the go-between is gone, and the launcher the parent
+    try:
+        server.send(os.getpid().to_bytes(PID_BYTES, "little"))
+        server.recv(1)  # the end of the stream: the go-between is gone, and the launcher the parent
+    except ConnectionError:
+        return ExitCode.RETRYABLE  # the server has died: the launcher will never know of this child
     server.close()
     descriptor, log, *stacks = descriptors
     for standard in (sys.stdout.fileno(), sys.stderr.fileno()):

@@ -14,6 +14,7 @@ import pytest
 
 from nvrx_sre.core import processes
 from nvrx_sre.core.clock import SystemClock
+from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Role
 from nvrx_sre.events.settings import ChildSettings
@@ -244,6 +245,28 @@ def test_a_dead_server_costs_the_child_on_its_way_and_is_replaced(tmp_path: Path
     assert processes.is_alive(*launcher.forks.processes().popitem()), "one that has served is replaced unasked"
     lost.close()
     launcher.close()
+
+
+@pytest.mark.parametrize("when", ["before the child tells its pid", "before it is read"])
+def test_a_child_whose_server_dies_at_its_birth_leaves_without_a_word(tmp_path: Path, when: str) -> None:
+    """Nobody knows of it: it runs nothing, and no traceback in the server's log looks like the cause of something."""
+    code = (
+        "import os, socket\n"
+        "from nvrx_sre.events import messages as wire\n"
+        "from nvrx_sre.session import forkserver\n"
+        "server, child = socket.socketpair()\n"
+        "if not os.fork():\n"
+        "    server.close()\n"
+        "    message = wire.Fork(child=1, role='worker', name='x', arguments=[], environment={})\n"
+        "    os._exit(forkserver._child(message, [], child))\n"
+        "child.close()\n"
+        "if " + repr("read" in when) + ":\n"
+        "    server.recv(1, socket.MSG_PEEK)\n"
+        "server.close()\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.RETRYABLE, "", "")
 
 
 def test_a_server_that_cannot_start_fails_every_request(tmp_path: Path) -> None:
