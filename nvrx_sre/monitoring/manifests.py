@@ -101,13 +101,13 @@ def grafana_provisioning(files: Mapping[str, str]) -> dict[str, str]:
         "allowUiUpdates": False,
         "options": {"path": DASHBOARD_DIRECTORY, "foldersFromFilesStructure": False},
     }
+    # no `isDefault`: with a second default Grafana does not start, and the one of a site is not ours to change
     source = {
         "name": "Prometheus",
         "uid": "prometheus",
         "type": "prometheus",
         "access": "proxy",
         "url": "http://prometheus:9090",
-        "isDefault": True,
         "jsonData": {
             "httpMethod": "POST",
             "timeInterval": SCRAPE_INTERVAL,

@@ -240,6 +240,7 @@ def test_provisioning_loads_the_dashboards_and_leads_from_exemplars_to_traces(pl
     provider = yaml.safe_load(files["provisioning/dashboards/nvrx-sre.yaml"])["providers"][0]
     assert provider["options"]["path"] == manifests.DASHBOARD_DIRECTORY
     (source,) = yaml.safe_load(files["provisioning/datasources/nvrx-sre.yaml"])["datasources"]
+    assert "isDefault" not in source, "two defaults, and Grafana does not start"
     assert source["jsonData"]["exemplarTraceIdDestinations"] == [{"name": "trace_id", "datasourceUid": "tempo"}]
     assert {path for path in files if path.startswith("dashboards/")} == {
         path for path in plain if path.startswith("dashboards/")
