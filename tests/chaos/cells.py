@@ -20,7 +20,7 @@ from nvrx_sre.events.schema import FaultClass
 from nvrx_sre.faults.plan import FaultKind
 
 NPROC = 3
-STEPS = 60
+STEPS = 66
 EVERY = 6
 """Steps between saves, and between evaluations."""
 GAP = 6
@@ -81,6 +81,7 @@ POINTS: dict[str, Point] = {
     "evaluate": Point(step=30, mark="evaluate"),
     "restore": Point(step=49, mark="restore", is_in_recovery=True),
     "teardown": Point(step=55, mark="teardown", is_in_recovery=True),
+    "collective": Point(step=61, mark="collective"),
     "exit": Point(step=STEPS, mark="exit"),
 }
 """Columns of the matrix."""
@@ -90,9 +91,9 @@ RECOVERY_MARKS = ("teardown", "rendezvous", "rebuild", "restore")
 LEGEND = {
     "a": "there is no loss in this phase that could be not-a-number",
     "b": "the launcher runs no training: what can happen to it is an error of its own, its death, and standing still",
-    "c": "an exception or a death is detected at once; both at the same time are *two ranks at once* above",
+    "c": "an exception or a death is detected at once; two ranks at the same time are *two ranks at once* above",
     "d": "a dead process tears nothing down",
-    "e": "a rank that hangs raises nothing",
+    "e": "a rank that hangs raises nothing, and hangs no further",
 }
 """Why a cell is not applicable."""
 LOSSLESS = ("init", "rendezvous", "save", "restore", "teardown", "exit")
@@ -111,6 +112,8 @@ class Strike:
     """One cell as it is run: the faults it consists of, and what has to come of them."""
 
     column: str
+    step: int
+    """Strikes of a run come in this order."""
     openers: tuple[str, ...]
     """Faults that lead to the phase; they strike first."""
     specs: tuple[str, ...]
@@ -118,6 +121,11 @@ class Strike:
     expected: FaultClass | None
     kills_from_outside: bool = False
     """The victim cannot do it itself: the test kills it once the last opener has struck."""
+
+    @property
+    def last_spec(self) -> str:
+        """The fault after which the run stands where it is to be struck from outside."""
+        return (*self.openers, *self.specs)[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,12 +176,41 @@ def matrix_rows() -> list[Row]:
     return sorted([*rank_rows(), *launcher_rows()], key=lambda row: order.index(FaultKind(row.name.split(",")[0])))
 
 
-def second_rows() -> Iterator[Row]:
+RECOVERED = (FaultKind.EXCEPTION, FaultKind.SIGKILL, FaultKind.HANG)
+"""Kinds of the first fault, and of the second."""
+
+
+def second_rank_rows() -> Iterator[Row]:
     """Rows of first x second fault, on the same and on another rank."""
-    for first in (FaultKind.EXCEPTION, FaultKind.SIGKILL, FaultKind.HANG):
-        for second in (FaultKind.EXCEPTION, FaultKind.SIGKILL):
+    for first in RECOVERED:
+        for second in RECOVERED:
             for rank in (FIRST_RANK, OTHER_RANK):
                 yield _second_row(first, second, rank)
+
+
+def second_launcher_rows() -> Iterator[Row]:
+    """Rows in which the launcher is killed during the recovery, while rank 0 is held in the stage."""
+    for first in RECOVERED:
+        blanks = {"detect": "c"} if first is not FaultKind.HANG else {}
+        yield Row(
+            table=SECOND,
+            name=f"{first}, then {FaultKind.SIGKILL} of the launcher",
+            strikes=tuple(_second_launcher(first, stage) for stage in COLUMNS[SECOND] if stage not in blanks),
+            blanks=blanks,
+        )
+
+
+def second_rows() -> list[Row]:
+    """Every row of the second table."""
+    return [*second_rank_rows(), *second_launcher_rows()]
+
+
+def struck_launchers() -> Iterator[tuple[FaultKind, Row]]:
+    """What happens to the launcher, and the row, of both tables."""
+    for kind in LAUNCHER_KINDS:
+        yield kind, _matrix_row(kind, Victim.LAUNCHER)
+    for row in second_launcher_rows():
+        yield FaultKind.SIGKILL, row
 
 
 def _matrix_row(kind: FaultKind, victim: Victim) -> Row:
@@ -196,6 +233,7 @@ def _strike(kind: FaultKind, phase: str, victim: Victim) -> Strike:
         specs = tuple(spec_of(kind, rank, point.step, point.mark, parameter) for rank in RANKS[victim])
     return Strike(
         column=phase,
+        step=point.step,
         openers=(opener,) if point.is_in_recovery else (),
         specs=specs,
         ranks=RANKS.get(victim, ()),
@@ -221,12 +259,14 @@ def _no_second(first: FaultKind, second: FaultKind, stage: str, same: bool) -> s
     if stage == "detect":
         if first is not FaultKind.HANG:
             return "c"
-        return "e" if same and second is FaultKind.EXCEPTION else ""
+        if second is FaultKind.SIGKILL:
+            return ""
+        return "e" if same else "c" if second is FaultKind.HANG else ""
     return "d" if stage == "teardown" and same and first is FaultKind.SIGKILL else ""
 
 
 def _second(first: FaultKind, second: FaultKind, stage: str, rank: int) -> Strike:
-    step = GAP * (COLUMNS[SECOND].index(stage) + 1) + 1
+    step = _second_step(stage)
     openers: tuple[str, ...] = (spec_of(first, FIRST_RANK, step, "forward"),)
     specs: tuple[str, ...] = (spec_of(second, rank, step, "backward" if stage == "first step" else stage),)
     outside = stage == "detect" and rank == FIRST_RANK
@@ -238,11 +278,30 @@ def _second(first: FaultKind, second: FaultKind, stage: str, rank: int) -> Strik
         )
     return Strike(
         column=stage,
+        step=step,
         openers=openers,
         specs=specs,
         ranks=(rank,),
         expected=EXPECTED[second],
         kills_from_outside=outside,
+    )
+
+
+def _second_step(stage: str) -> int:
+    return GAP * (COLUMNS[SECOND].index(stage) + 1) + 1
+
+
+def _second_launcher(first: FaultKind, stage: str) -> Strike:
+    step = _second_step(stage)
+    is_unseen = stage == "detect"
+    mark = "backward" if stage == "first step" else stage
+    return Strike(
+        column=stage,
+        step=step,
+        openers=(spec_of(first, OPENER_RANK, step, "data" if is_unseen else "forward"),),
+        specs=() if is_unseen else (spec_of(FaultKind.SLOW, HELD_RANK, step, mark, HELD),),
+        ranks=(),
+        expected=None,
     )
 
 

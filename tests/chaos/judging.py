@@ -55,7 +55,7 @@ def judge(row: Row, ended: Ended, unfaulted: Ended) -> list[Judged]:
 def judge_launcher(row: Row, end: int | None, ended: Ended, unfaulted: Ended) -> list[Judged]:
     """The same for a row whose launcher ended with `end` each time, or stood still: no rank is blamed for it."""
     general = _of_the_run(ended, unfaulted)
-    blamed = [str(record.event) for record, _ in ended.events(FaultDetected) if record.rank != OPENER_RANK]
+    blamed = [str(event) for record, event in ended.events(FaultDetected) if not _is_opener(record, event)]
     lost = len(ended.events(LeaderLost))
     if blamed:
         general = general or f"taken for a fault of a rank: {blamed[0]}"
@@ -63,6 +63,11 @@ def judge_launcher(row: Row, end: int | None, ended: Ended, unfaulted: Ended) ->
         general = general or f"{lost} launchers are known to be lost"
     outcome = UNNOTICED if end is None else JOB
     return [Judged(column=strike.column, outcome=outcome, problem=general) for strike in row.strikes]
+
+
+def _is_opener(record: Record, event: FaultDetected) -> bool:
+    """It is the first fault. The root of a hang is unknown where the others wait for it."""
+    return record.rank == OPENER_RANK or (record.rank is None and event.fault is FaultClass.HANG)
 
 
 def write(directory: Path | None, row: Row, verdicts: list[Judged]) -> None:

@@ -38,12 +38,18 @@ Rendezvous, restore, teardown and the first step are those of a recovery from an
 the fault strikes a generation that is being formed; the others strike a run that is well. An exception like the one
 before it, at the same step of the same function, counts as the same one, whatever rank raises it: its second cure is a
 new process. Two ranks that raise may do so in one attempt, or the second in the next one; that is chance, and differs
-from run to run. What strikes the launcher strikes while rank 0 stands in the phase. Its `oom_kill` ends all its
-children in the same instant, as the kernel does with a container.
+from run to run. In *collective* a `hang` is a native receive that no peer answers; the other kinds strike just before
+the step's collective. What strikes the launcher strikes while rank 0 stands in the phase. A rank's `oom_kill` is a
+SIGKILL that is announced as the kernel's, the launcher's ends all its children in the same instant, as the kernel does
+with a container.
 
 """
 SECOND_TEXT = """
 ## A second fault during the recovery from the first
+
+The launcher is killed while rank 0 stands in the stage; the first fault is then another rank's. The second faults that
+are stopped, hang natively or run out of memory are in the columns *rendezvous*, *restore*, *teardown* and *first step*
+above.
 
 """
 
@@ -52,7 +58,7 @@ def page(results: Path) -> str:
     """The whole page, from what the tests left in `results`."""
     legend = "".join(f"- **{letter}**: {reason}\n" for letter, reason in LEGEND.items())
     matrix = table(MATRIX, matrix_rows(), results)
-    return f"{HEAD}{legend}{MATRIX_TEXT}{matrix}{SECOND_TEXT}{table(SECOND, list(second_rows()), results)}"
+    return f"{HEAD}{legend}{MATRIX_TEXT}{matrix}{SECOND_TEXT}{table(SECOND, second_rows(), results)}"
 
 
 def table(name: str, rows: list[Row], results: Path) -> str:

@@ -21,14 +21,12 @@ from tests.chaos import failing_launcher, judging
 from tests.chaos.cells import (
     EVERY,
     HELD_RANK,
-    LAUNCHER_KINDS,
     NPROC,
-    POINTS,
     STEPS,
     Row,
-    launcher_rows,
     rank_rows,
-    second_rows,
+    second_rank_rows,
+    struck_launchers,
 )
 from tests.integration.launched import Ended, finish, read, start, wait_for
 
@@ -107,7 +105,7 @@ def test_faults_of_ranks(row: Row, unfaulted: Ended, tmp_path: Path, chaos_resul
     conclude(row, judging.judge(row, ended, unfaulted), ended, chaos_results)
 
 
-@pytest.mark.parametrize("row", list(second_rows()), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", list(second_rank_rows()), ids=lambda row: row.name)
 def test_second_faults(row: Row, unfaulted: Ended, tmp_path: Path, chaos_results: Path | None) -> None:
     """A second fault at each stage of the recovery from a first: both are survived, and cost no step's result."""
     run_dir = tmp_path / "run"
@@ -131,16 +129,17 @@ def pid_of(run_dir: Path, generation: int, rank: int) -> int:
     return formed[-1].pids[rank]
 
 
-@pytest.mark.parametrize("kind", LAUNCHER_KINDS)
-def test_faults_of_the_launcher(kind: FaultKind, unfaulted: Ended, tmp_path: Path, chaos_results: Path | None) -> None:
+@pytest.mark.parametrize(("kind", "row"), [pytest.param(*pair, id=pair[1].name) for pair in struck_launchers()])
+def test_faults_of_the_launcher(
+    kind: FaultKind, row: Row, unfaulted: Ended, tmp_path: Path, chaos_results: Path | None
+) -> None:
     """The launcher fails, dies, dies with its ranks, or stands still in each phase; what follows it goes on."""
-    [row] = [row for row in launcher_rows() if row.name.startswith(f"{kind},")]
     run_dir = tmp_path / "run"
     command = arguments(run_dir, "--standbys", "1", *faults_of(row))
     popen = start(command, LAUNCHER)
     ends: list[int | None] = []
-    for strike in sorted(row.strikes, key=lambda strike: POINTS[strike.column].step):
-        wait_for(run_dir, popen, is_struck(strike.specs[-1]))
+    for strike in sorted(row.strikes, key=lambda strike: strike.step):
+        wait_for(run_dir, popen, is_struck(strike.last_spec))
         STRIKES[kind](popen, run_dir)
         ends.append(None if kind is FaultKind.SIGSTOP else finish(popen, run_dir).exit_code)
         popen = popen if kind is FaultKind.SIGSTOP else start(command, LAUNCHER)
