@@ -11,9 +11,10 @@ import sys
 import threading
 from pathlib import Path
 
-from nvrx_sre.core.clock import NS_PER_S, seconds
+from nvrx_sre.bench.step_reports import Reporter
+from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import InternalError, RestartAborted
-from nvrx_sre.events.messages import NO_LOSS, Finished, Parked, Restored, pack_step
+from nvrx_sre.events.messages import Finished, Parked, Restored
 from nvrx_sre.events.schema import Phase, RestoredFrom
 from nvrx_sre.restart.control import RankControl
 from nvrx_sre.session.process import current
@@ -67,35 +68,15 @@ def leave_loop(control: RankControl, generation: int) -> None:
 
 def _report_steps(control: RankControl, generation: int, num_steps: int, steps_per_s: float) -> None:
     clock, pause = control.clock, threading.Event()
+    reporter = Reporter(control.channel, generation)
     started_ns = clock.monotonic_ns()
     step = 0
     while step < num_steps:
         pause.wait(BURST_S)
-        now_ns = clock.monotonic_ns()
-        due = min(num_steps, int(seconds(now_ns - started_ns) * steps_per_s))
+        due = min(num_steps, int(seconds(clock.monotonic_ns() - started_ns) * steps_per_s))
         while step < due:
             step += 1
-            spent_s = (now_ns - started_ns) / NS_PER_S
-            packet = pack_step(
-                *(
-                    generation,
-                    step,
-                    now_ns,
-                    spent_s,
-                    0.0,
-                    0.0,
-                    0.0,
-                    1024 * step,
-                    NO_LOSS,
-                    False,
-                    -1,
-                    False,
-                    0,
-                    0,
-                    now_ns,
-                )
-            )
-            control.channel.report_step(packet, is_urgent=False)
+            reporter.report(step)
     control.step = step
 
 

@@ -1,4 +1,4 @@
-"""A rank that finds out what its reports cost: the same work with and without them, in turn.
+"""A rank that finds out what its reports cost: the same training with and without them, in turn.
 
 Started by a real launcher (`-m nvrx_sre.bench.share_rank BLOCKS STEPS FOLDER`), it compares in two ways:
 
@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TypedDict
 
 from nvrx_sre.bench.reporting_rank import enter_loop, leave_loop, taken_rank
-from nvrx_sre.bench.step_reports import Reporter, chunks_for, work
+from nvrx_sre.bench.step_reports import Reporter, training
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import RestartAborted
+from nvrx_sre.events.schema import Phase
 from nvrx_sre.restart.control import RankControl
 
 STEP_S = 0.01
@@ -58,7 +59,7 @@ def main(num_blocks: int, num_steps: int, folder: Path) -> None:
 
 
 class _Work:
-    """Steps of work, reported or not. The launcher sees progress either way."""
+    """Steps of training, reported or not. The launcher sees progress either way."""
 
     def __init__(self, control: RankControl, generation: int) -> None:
         ring = control.channel.ring
@@ -67,7 +68,7 @@ class _Work:
         self._ring = ring
         self._clock = SystemClock()
         self._reporter = Reporter(control.channel, generation)
-        self._num_chunks = chunks_for(self._clock, STEP_S)
+        self._train = training(self._clock, STEP_S)
 
     def measure(self, num_blocks: int, num_steps: int) -> Measured:
         """Runs, then single steps."""
@@ -91,11 +92,14 @@ class _Work:
         return is_told, self._ring.num_taken > num_taken, spent_ns
 
     def _step(self, is_told: bool) -> None:
-        work(self._num_chunks)
-        self._control.step += 1
-        self._control.progress += 1
+        self._train()
+        control = self._control
+        self._reporter.pass_boundary(control.step + 1)
+        control.step += 1
+        control.progress += 1
+        control.enter(Phase.STEP, tell=False)
         if is_told:
-            self._reporter.report(self._control.step)
+            self._reporter.report(control.step)
 
 
 if __name__ == "__main__":

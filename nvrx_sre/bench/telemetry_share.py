@@ -1,6 +1,6 @@
 """What reports take of a step of 10 ms: on against off, beside a real launcher.
 
-Model: one rank (`bench.share_rank`) does the same work with and without reports, in turn. A row is the median of many
+Model: one rank (`bench.share_rank`) trains the same steps with and without reports, in turn. A row is the median of many
 comparisons. It says between what values the true median lies with 95 % confidence (order statistics: no assumption
 about the noise), because a single comparison differs by far more than what is looked for.
 

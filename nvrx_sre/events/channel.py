@@ -47,18 +47,17 @@ class Channel:
 
     def send(self, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
         """Send and wait for room; False if the other end is gone."""
-        return self._send(message, descriptors, 0) and self._ring_bell()
+        is_sent = self._send(message, descriptors, 0)
+        if is_sent:
+            self.ring_bell()
+        return is_sent
 
     def send_nowait(self, message: Message, descriptors: tuple[int, ...] = ()) -> bool:
         """Send without blocking; False (and counted in `num_dropped`) if there is no room or no peer."""
         is_sent = self._send(message, descriptors, socket.MSG_DONTWAIT)
-        return is_sent and (type(message) is Alive or self._ring_bell())
-
-    def report_step(self, packet: bytes, *, is_urgent: bool) -> None:
-        """Tell of a packed step. `is_urgent`: the rank waits for the answer. Main thread, after 'go' (and the ring)."""
-        assert self.ring is not None
-        if self.ring.put(packet) or is_urgent:
-            self._ring_bell()
+        if is_sent and type(message) is not Alive:
+            self.ring_bell()
+        return is_sent
 
     def _send(self, message: Message, descriptors: tuple[int, ...], flags: int) -> bool:
         packet = encode(message) if self.ring is None else self.ring.mark(encode(message))
@@ -72,12 +71,11 @@ class Channel:
             return False
         return True
 
-    def _ring_bell(self) -> bool:
-        """True, always: a bell that cannot be rung only makes the other end late."""
+    def ring_bell(self) -> None:
+        """Have the other end look at once. A bell that cannot be rung only makes it late."""
         if self.doorbell is not None:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self.doorbell, 1)
-        return True
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """Next message with the descriptors beside it, from whoever reports no steps; None at end of stream.

@@ -1,6 +1,7 @@
 """Messages between the launcher and its children, and their wire form: one message is one packet of `channel`.
 
-Two wire forms: the messages of the hot path (`Step`, `Sealed`, `Alive`) are fixed-size structs, all others are JSON.
+Two wire forms: the frequent ones (`Sealed`, `Alive`, and `Step` between launchers) are fixed-size structs, all others
+are JSON. A rank's `Step` comes through its ring (`step_record`).
 Totals in `Step` are cumulative since the generation entered its step loop, so a dropped packet loses resolution, never
 time or H. `mono_ns` stamps are CLOCK_MONOTONIC of the host.
 
@@ -446,7 +447,7 @@ class Forked(Message):
 MESSAGE_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
 
 _FORMS: dict[type[Message], str] = {Step: "SIQQddddQd?b?QQQ", Alive: "AIQQQQ", Sealed: "LIQbQ"}
-"""Messages of the hot path: the byte that a packet begins with, then the form of each field in its order."""
+"""Frequent messages: the byte that a packet begins with, then the form of each field in its order."""
 _FIELDS = {cls: tuple(item.name for item in dataclasses.fields(cls)) for cls in _FORMS}
 _PACK: dict[type[Message], Callable[..., bytes]] = {
     cls: functools.partial(struct.Struct("=c" + form[1:]).pack, form[0].encode()) for cls, form in _FORMS.items()
@@ -454,9 +455,6 @@ _PACK: dict[type[Message], Callable[..., bytes]] = {
 _HOT = {ord(form[0]): (cls, _FIELDS[cls], struct.Struct("=x" + form[1:])) for cls, form in _FORMS.items()}
 """First byte of a packet -> the message that it holds, its fields, and how to read them."""
 _new: Callable[[type[Message]], Message] = object.__new__
-
-pack_step = _PACK[Step]
-"""Wire form of a `Step` from its fields in their order: a rank pays for no object and no call at a step boundary."""
 
 
 def encode(message: Message) -> bytes:

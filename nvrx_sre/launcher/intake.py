@@ -1,10 +1,11 @@
 """What children say: their channels, the rings of their steps, when to look at them, what is noted on the way in.
 
-Model: while no steps come in, every message and every step wakes the launcher. While they do, it looks at everything
-every `GATHER_S` and sleeps in between, unless something urgent happens: a death, a signal, or a child rings the
-doorbell, which it does after every message but a plain step and a sign of life, and when its ring is half full. So a
-step costs its rank no wake-up of another process, which on a busy machine takes the rank longer than all the rest of
-the report, and costs the launcher a share of one turn. What a step means is the same: stamps are the rank's own.
+Model: while no steps come in, every message wakes the launcher, among them each child's sign of life, with which it
+finds the first steps. While they come it looks at everything every `GATHER_S` and sleeps in between, unless something
+urgent happens: a death, a signal, or a child rings the doorbell, which it does after every message but a sign of life,
+and when its ring is half full. So a step costs its rank no wake-up of another process, which on a busy machine takes
+the rank longer than all the rest of the report, nor a look at whether one is due, and costs the launcher a share of one
+turn. What a step means is the same: stamps are the rank's own.
 
     selector -+- whatever else wakes the launcher
               +- doorbell
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.channel import Channel
+from nvrx_sre.events.step_record import to_message
 from nvrx_sre.events.step_ring import StepRing
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher.lateness import Lateness
@@ -89,7 +91,6 @@ class Intake:
         ring = child.ring
         if ring is not None:
             self._rings[child.number] = child
-            ring.watch(self._is_gathering)
         child.channel.send_nowait(wire.Doorbell(), (self._bell,) if ring is None else (self._bell, ring.fd))
 
     def remove(self, child: Speaker) -> None:
@@ -142,8 +143,8 @@ class Intake:
         if ring is None:
             return
         num_damaged = ring.num_damaged
-        for packet in ring.take(until):
-            self._take(child, wire.decode(packet))
+        for record in ring.take(until):
+            self._take(child, to_message(record))
             self._num_steps += 1
         self.num_bad_packets += ring.num_damaged - num_damaged
 
@@ -172,15 +173,10 @@ class Intake:
     def _gather(self, is_wanted: bool) -> None:
         if is_wanted is not self._is_gathering:
             self._is_gathering = is_wanted
-            rings = [child.ring for child in self._rings.values() if child.ring is not None]
-            for ring in rings:
-                ring.watch(is_wanted)
             if is_wanted:
                 self._selector.unregister(self._channels)
             else:
                 self._selector.register(self._channels, selectors.EVENT_READ, _OWN)
-                if any(ring.has_more for ring in rings):  # stored before the rank could see that nobody looks
-                    os.eventfd_write(self._bell, 1)
 
     def _stop_listening(self, child: Speaker) -> None:
         if child.channel.fileno() in self._channels.get_map():

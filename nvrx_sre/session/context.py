@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
+from nvrx_sre.events.step_record import UNKNOWN_LOSS
 from nvrx_sre.session.process import RankProcess
-from nvrx_sre.session.times import Spent, StepTimes
+from nvrx_sre.session.reports import StepReports
 from nvrx_sre.telemetry import context as ambient
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from nvrx_sre.restart.wrapper import Restarter
     from nvrx_sre.session.injecting import Injector
     from nvrx_sre.session.rank_saving import RankSaver
-    from nvrx_sre.session.saving import Captured, HotSaver
+    from nvrx_sre.session.saving import HotSaver
 
 USER_PHASES = {"data": Phase.DATA, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
 
@@ -60,15 +61,15 @@ class Context:
         self._control = process.control
         self._go = go
         self._tracked: dict[str, Any] = {}
-        self._times: StepTimes | None = None
+        self._reports: StepReports | None = None
         self._loop_phase = Phase.FIRST_STEP
         """What of the step loop runs outside of other phases: the first step has a deadline of its own."""
         self._saver: HotSaver | RankSaver | None = None
-        self._tokens = 0
-        self._arrived_ns = 0
         self._results: dict[str, Any] = {}
         self._injector: Injector | None = None
         self._newest_candidate = max((int(item["step"]) for item in go.candidates), default=0)
+        control = process.control
+        ambient.follow_step(lambda: control.step)  # of this process; the generation is not to outlive itself by it
         if process.settings.fault_specs:
             from nvrx_sre.session.injecting import Injector
 
@@ -165,7 +166,8 @@ class Context:
             )
         )
         control.enter(Phase.FIRST_STEP)
-        self._times = StepTimes(control.clock)
+        assert control.channel.ring is not None  # it came before 'go'
+        self._reports = StepReports(control.channel.ring, control.clock, self.generation, self._saver)
         return step
 
     def commit(self, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
@@ -176,78 +178,60 @@ class Context:
         and optimizer state are copied while the next step computes, and the optimizer's step waits for that. Between
         this call and the optimizer's next step nothing else may change them. The report never blocks.
         """
-        saver, times = self._saver, self._times
-        if saver is None or times is None:
+        saver, reports = self._saver, self._reports
+        if saver is None or reports is None:
             raise UserError("ctx.commit() was called before ctx.restore()")
-        step = self._control.step + 1
+        control = self._control
+        step = control.step + 1
         self._inject("commit")
-        value = wire.NO_LOSS if loss is None else float(loss)
-        if self.poisoned:
-            value = math.nan
-        if loss is not None and not math.isfinite(value):
-            raise NonFiniteLoss(f"loss of step {step} is {value}")
+        value = UNKNOWN_LOSS
+        if loss is not None:
+            value = math.nan if self.poisoned else float(loss)
+            if not math.isfinite(value):
+                raise NonFiniteLoss(f"loss of step {step} is {value}")
         if saver.is_durable_due(step):
             self._inject("save")
-        times.switch(Phase.SAVE)
+        boundary_ns = reports.now_ns()
         captured = saver.at_boundary(step)
-        spent = times.next_step(saver.take_waited_ns())
-        self._tokens += tokens
-        if self._injector is not None:
-            self._injector.step_committed(spent[1])
-        self._control.step = step
-        self._control.progress += 1
+        reports.save_ns += saver.take_waited_ns()
+        reports.tokens += int(tokens)
+        control.step = step
+        control.progress += 1
         self._loop_phase = Phase.STEP
-        self._control.enter(Phase.STEP, tell=False)
+        control.enter(Phase.STEP, tell=False)
         waits = captured.durable and self._process.settings.waits_for_writer
-        until = self._control.wait_turn if waits else captured.save
-        self._report(spent, value, loss is not None, captured, is_urgent=until is not None)
+        until = control.wait_turn if waits else captured.save
+        if reports.tell(step, boundary_ns, value, captured) or until is not None:
+            control.channel.ring_bell()
+        if self._injector is not None:
+            self._injector.step_committed(reports.step_s())
         if until is not None:
-            self._stand_still(step, times, until)
-        ambient.set_step(step)
+            self._stand_still(step, reports, until)
 
-    def _stand_still(self, step: int, times: StepTimes, until: Callable[[int], object]) -> None:
+    def _stand_still(self, step: int, reports: StepReports, until: Callable[[int], object]) -> None:
         """Stay at the boundary until the ranks have saved, or the writer takes the save (`--on-busy wait`).
 
         Booked as checkpoint time.
         """
-        times.switch(Phase.SAVE)
+        reports.enter(Phase.SAVE)
         self._control.enter(Phase.SAVE, tell=False)
         until(step)
-        times.switch(Phase.STEP)
+        reports.enter(Phase.STEP)
         self._control.enter(Phase.STEP, tell=False)
-
-    def _report(self, spent: Spent, loss: float, has_loss: bool, captured: Captured, *, is_urgent: bool) -> None:
-        saver, control = self._saver, self._control
-        assert saver is not None
-        packet = wire.pack_step(
-            self.generation,
-            control.step,
-            *spent,
-            self._tokens,
-            loss,
-            has_loss,
-            captured.slot,
-            captured.durable,
-            saver.num_captured,
-            saver.num_skipped,
-            self._arrived_ns,
-        )
-        self._arrived_ns = 0
-        control.channel.report_step(packet, is_urgent=is_urgent)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Book the time inside to `data`, `evaluate` or `save`, under that phase's deadline."""
         phase = USER_PHASES.get(name)
-        if phase is None or self._times is None:
+        if phase is None or self._reports is None:
             raise UserError(f"ctx.phase({name!r}): use one of {', '.join(USER_PHASES)}, after ctx.restore()")
-        self._times.switch(phase)
+        self._reports.enter(phase)
         self._control.enter(phase, tell=False)
         self._inject(name)
         try:
             yield
         finally:
-            self._times.switch(Phase.STEP)
+            self._reports.enter(Phase.STEP)
             self._control.enter(self._loop_phase, tell=False)
 
     def mark(self, point: str) -> None:
@@ -256,8 +240,9 @@ class Context:
         `collective`, before the step's first collective, also tells which rank the others wait for.
         """
         self._inject(point)
-        if point == "collective" and not self._arrived_ns:
-            self._arrived_ns = self._control.clock.monotonic_ns()
+        reports = self._reports
+        if point == "collective" and reports is not None and not reports.arrived_ns:
+            reports.arrived_ns = reports.now_ns()
         self._control.progress += 1
 
     def tick(self) -> None:

@@ -1,21 +1,23 @@
 """What a rank's log lines are stamped with: run, generation, rank, step and trace; and which ids a run's spans have.
 
-One ambient set of values a process (a rank is a process), readable from every thread. Setting the step is
-one dictionary write, cheap enough for each step. Ids of spans are hashes of what a span stands for, so a rank knows
+One ambient set of values a process (a rank is a process), readable from every thread. The step is read when a line
+is written, so that no step costs anything here. Ids of spans are hashes of what a span stands for, so a rank knows
 the span of its generation, which only the launcher writes, without asking for it. Standard library only. Thread
-safety: single writes of single keys.
+safety: single writes of single keys. Must not: cost a step anything.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 TRACEPARENT_VARIABLE = "TRACEPARENT"
 """Where OpenTelemetry's tools look for the span that theirs belong under (W3C trace context)."""
 
 _ambient: dict[str, Any] = {}
+_followed: dict[str, Callable[[], int]] = {}
+"""Values that are asked for."""
 
 
 def hash_id(num_digits: int, *parts: object) -> str:
@@ -52,19 +54,21 @@ def set_generation(generation: int) -> str:
     return traceparent(trace_id, span_id)
 
 
-def set_step(step: int) -> None:
-    """Committed steps so far."""
-    _ambient["step"] = step
+def follow_step(committed: Callable[[], int]) -> None:
+    """From now on lines belong to the step that `committed` says: how many are committed. Called from any thread."""
+    _followed["step"] = committed
 
 
 def current() -> dict[str, Any]:
     """The ambient values that are set."""
-    return {key: value for key, value in _ambient.items() if value is not None}
+    asked = {key: ask() for key, ask in _followed.items()}
+    return {key: value for key, value in {**_ambient, **asked}.items() if value is not None}
 
 
 def clear() -> None:
     """Forget everything (a new process, a test)."""
     _ambient.clear()
+    _followed.clear()
 
 
 def add_ambient(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

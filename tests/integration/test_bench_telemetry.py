@@ -19,7 +19,7 @@ from nvrx_sre.telemetry.folded import FoldedRun
 
 TARGETS = {
     "step event, paced": "median at most 10 us",
-    "step event, after work": "median at most 10 us",
+    "step event, after training": "median at most 10 us",
     "share of a step": "median at most 0.1 %",
     "launcher events": "at least 50000",
     "scrape": "median at most 10 ms",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvrx_sre.events import step_ring
-from nvrx_sre.events.step_ring import NUM_STEPS, STEP_BYTES, StepRing
+from nvrx_sre.events.step_ring import NUM_STEPS, StepRecord, StepRing
 
 ALL = 2**63
 FIRST_PLACE = step_ring.COUNTS_BYTES
+DIGEST_OFFSET = 14 * 8
 
 
-def packet(number: int) -> bytes:
-    """Something of a step's size that no other has."""
-    return number.to_bytes(8, "little") * (STEP_BYTES // 8)
+def record(number: int) -> StepRecord:
+    """Something like a step's that no other has."""
+    return (*(number, 1, number, 3, 4, 5, 6, 7, -1, 1, 10, 11, number), number / 4)
 
 
 @dataclass
@@ -30,14 +34,14 @@ class Ends:
     launcher: StepRing
 
     def put(self, first: int, last: int) -> list[bool]:
-        """Store the packets of these numbers; which of them asked for the launcher."""
-        return [self.rank.put(packet(number)) for number in range(first, last + 1)]
+        """Store the records of these numbers; which of them asked for the launcher."""
+        return [self.rank.put(record(number)) for number in range(first, last + 1)]
 
     def taken(self, until: int = ALL) -> list[int]:
-        """Numbers of the packets that the launcher takes."""
-        packets = self.launcher.take(until)
-        numbers = [int.from_bytes(item[:8], "little") for item in packets]
-        assert packets == list(map(packet, numbers))
+        """Numbers of the records that the launcher takes."""
+        records = self.launcher.take(until)
+        numbers = [item[0] for item in records]
+        assert records == list(map(record, numbers))
         return numbers
 
     def overwrite(self, word: int, number: int) -> None:
@@ -84,15 +88,14 @@ def test_a_full_ring_keeps_the_newest_step_in_the_place_of_the_one_before(ends: 
     assert ends.taken() == [NUM_STEPS + 5] and ends.rank.num_replaced == 4
 
 
-def test_the_launcher_is_called_while_it_does_not_watch_and_at_half_full(ends: Ends) -> None:
-    """And not for each step beyond the half."""
-    assert ends.put(1, 2) == [True, True]
-    ends.launcher.watch(True)
-    asked = ends.put(3, NUM_STEPS)
-    assert asked.count(True) == 1 and asked.index(True) == NUM_STEPS // 2 - 2
-    ends.launcher.watch(False)
-    ends.taken()
-    assert ends.put(1, 1) == [True]
+def test_the_launcher_is_called_at_half_full(ends: Ends) -> None:
+    """And not for each step beyond the half: once more at most, where a lap ends in it."""
+    for _ in range(3):
+        asked = ends.put(1, NUM_STEPS - 1)
+        assert 1 <= asked.count(True) <= 2 and asked.index(True) == NUM_STEPS // 2
+        assert len(ends.taken()) == NUM_STEPS - 1
+        assert not any(ends.put(1, NUM_STEPS // 2))
+        assert len(ends.taken()) == NUM_STEPS // 2
 
 
 def test_a_step_that_is_not_whole_yet_is_left_for_the_next_look(ends: Ends) -> None:
@@ -109,7 +112,7 @@ def test_a_damaged_place_costs_that_step_alone(ends: Ends) -> None:
     """It is counted; a damaged checksum is no better than a damaged step."""
     ends.put(1, 5)
     ends.flip(0)
-    ends.flip(3, offset=STEP_BYTES)
+    ends.flip(3, offset=DIGEST_OFFSET)
     assert ends.taken() == [2, 3, 5] and ends.launcher.num_damaged == 2
 
 
@@ -161,3 +164,24 @@ def test_steps_that_a_rank_wrote_over_unseen_are_counted_and_the_newest_are_take
     ends.put(10, NUM_STEPS + 29)
     assert ends.taken() == list(range(30, NUM_STEPS + 30))
     assert (ends.launcher.num_damaged, ends.rank.num_replaced) == (30, 0)
+
+
+def test_a_launcher_of_another_process_finds_the_same_digests(ends: Ends) -> None:
+    """The hash of numbers depends on no process's seed; the smallest and the largest, and a loss that is unknown."""
+    extremes: list[StepRecord] = [
+        (*(-(2**63),) * 13, -0.0),
+        (*(2**63 - 1,) * 13, 1e308),
+        (*(0,) * 13, math.inf),
+        (*(-1, 2**61 - 1, 2**61, -2, 1, 0, 5, 2**62, -1, 1, 7, 8, 2**40), 5e-324),
+    ]
+    code = (
+        "import os, sys\n"
+        "from nvrx_sre.events.step_ring import StepRing\n"
+        "ring = StepRing.map(int(sys.argv[1]))\n"
+        f"for record in {extremes!r}:\n"
+        "    ring.put(record)\n"
+    ).replace("inf", "float('inf')")
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", code, str(ends.launcher.fd)]
+    subprocess.run(command, pass_fds=[ends.launcher.fd], env=environment, check=True)
+    assert ends.launcher.take(ALL) == extremes

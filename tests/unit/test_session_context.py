@@ -1,15 +1,22 @@
-"""The context's phases: what runs outside of data, evaluation and saves is the first step until one is committed."""
+"""The context: what runs outside of data, evaluation and saves is the first step until one is committed; reports."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
 
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
-from nvrx_sre.session.context import Context
-from nvrx_sre.session.times import StepTimes
+from nvrx_sre.events.step_record import to_message
+from nvrx_sre.events.step_ring import StepRing
+from nvrx_sre.session.context import Context, NonFiniteLoss
+from nvrx_sre.session.reports import StepReports
 
 
 class Control:
@@ -19,10 +26,19 @@ class Control:
         self.clock = SystemClock()
         self.step = self.progress = 0
         self.entered: list[Phase] = []
-        self.channel = SimpleNamespace(report_step=lambda packet, is_urgent: None)
+        self.ring = StepRing.create()
+        self.num_bells = 0
+        self.channel = SimpleNamespace(ring=self.ring, ring_bell=self.ring_bell)
 
     def enter(self, phase: Phase, *, tell: bool = True) -> None:
         self.entered.append(phase)
+
+    def ring_bell(self) -> None:
+        self.num_bells += 1
+
+    def told(self) -> list[wire.Step]:
+        """Reports that the launcher would take in now."""
+        return [to_message(record) for record in self.ring.take(2**62)]
 
 
 def restored_context(control: Control) -> Context:
@@ -50,13 +66,20 @@ def restored_context(control: Control) -> Context:
         num_captured=0,
         num_skipped=0,
     )
-    context._saver, context._times = saver, StepTimes(control.clock)
+    context._saver, context._reports = saver, StepReports(control.ring, control.clock, 1, saver)
     return context
 
 
-def test_the_first_step_keeps_its_deadline_after_its_data_came() -> None:
+@pytest.fixture
+def control() -> Iterator[Control]:
+    """A control whose ring is closed afterwards."""
+    made = Control()
+    yield made
+    made.ring.close()
+
+
+def test_the_first_step_keeps_its_deadline_after_its_data_came(control: Control) -> None:
     """It compiles and allocates and may take longer than a step; fetching a batch does not make it an ordinary one."""
-    control = Control()
     context = restored_context(control)
     with context.phase("data"):
         pass
@@ -64,3 +87,43 @@ def test_the_first_step_keeps_its_deadline_after_its_data_came() -> None:
     with context.phase("data"):
         pass
     assert control.entered == [Phase.DATA, Phase.FIRST_STEP, Phase.STEP, Phase.DATA, Phase.STEP]
+
+
+def test_a_commit_is_told_without_a_call(control: Control) -> None:
+    """With what the user said of it; a loss and tokens may be tensors, and are numbers in the report."""
+    context = restored_context(control)
+    context.commit(loss=torch.tensor(0.25), tokens=torch.tensor(100))  # type: ignore[arg-type]  # users do
+    context.mark("collective")
+    context.commit()
+    first, second = control.told()
+    assert (first.generation, first.step, first.tokens, first.loss, first.has_loss) == (1, 1, 100, 0.25, True)
+    assert (second.step, second.tokens, second.has_loss, first.arrived_ns) == (2, 100, False, 0)
+    assert math.isnan(second.loss) and first.mono_ns < second.arrived_ns < second.mono_ns
+    assert control.num_bells == 0
+
+
+def test_a_step_that_is_not_finite_is_not_told(control: Control) -> None:
+    """It is not committed either."""
+    context = restored_context(control)
+    with pytest.raises(NonFiniteLoss, match="loss of step 1 is inf"):
+        context.commit(loss=math.inf)
+    assert control.told() == [] and context.step == 0
+
+
+def test_a_rank_that_waits_for_the_answer_calls_the_launcher(control: Control) -> None:
+    """And the wait is the checkpoint's time, not the next step's."""
+    context = restored_context(control)
+    saver: Any = context._saver
+    steps = []
+
+    def save(step: int) -> None:
+        assert control.num_bells == 1 and [report.step for report in control.told()] == [1]
+        steps.append(step)
+
+    saver.at_boundary = lambda step: SimpleNamespace(slot=-1, durable=True, save=save if step == 1 else None)
+    context.commit()
+    context.commit()
+    (second,) = control.told()
+    assert steps == [1] and control.num_bells == 1
+    assert second.durable and second.checkpoint_block_s > 0
+    assert control.entered == [Phase.STEP, Phase.SAVE, Phase.STEP, Phase.STEP]

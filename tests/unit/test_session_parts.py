@@ -1,4 +1,4 @@
-"""Parts of the rank-side API that need no launcher: settings, time split, unmanaged context."""
+"""Parts of the rank-side API that need no launcher: settings, intervals, unmanaged context."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import nvrx_sre
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.core.errors import InternalError, UserError
 from nvrx_sre.events import messages as wire
-from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.settings import SETTINGS_VARIABLE, ChildSettings
 from nvrx_sre.session.injecting import Injector
 from nvrx_sre.session.process import HotSchedule, RankProcess
 from nvrx_sre.session.slots_ahead import SlotsAhead
-from nvrx_sre.session.times import StepTimes
 
 
 def settings() -> ChildSettings:
@@ -45,41 +43,6 @@ def test_broken_settings_are_an_internal_error() -> None:
     """Settings of another version are not guessed at."""
     with pytest.raises(InternalError, match=SETTINGS_VARIABLE):
         ChildSettings.from_environment({SETTINGS_VARIABLE: "{}"})
-
-
-class Ticks:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_ns = 0
-
-    def monotonic_ns(self) -> int:
-        return self.now_ns
-
-    def wall_ns(self) -> int:
-        return self.now_ns
-
-    def to_wall_ns(self, monotonic_ns: int) -> int:
-        return monotonic_ns
-
-
-def test_time_is_booked_to_the_phase_that_ends() -> None:
-    """1 s of step, 2 s of data, 3 s of save: each lands where it belongs, nothing is lost."""
-    clock = Ticks()
-    times = StepTimes(clock)
-    for phase, spent_s in ((Phase.DATA, 1), (Phase.SAVE, 2), (Phase.STEP, 3)):
-        clock.now_ns += spent_s * 1_000_000_000
-        times.switch(phase)
-    assert times.next_step(0) == (clock.monotonic_ns(), 1, 2, 3, 0)
-
-
-def test_waiting_that_was_booked_to_the_step_is_moved() -> None:
-    """An optimizer that waited for a copy did so inside the step; it is time of the checkpoint."""
-    clock = Ticks()
-    times = StepTimes(clock)
-    clock.now_ns += 3_000_000_000
-    times.switch(Phase.SAVE)
-    assert times.next_step(1_000_000_000)[1:] == (2, 0, 1, 0)
 
 
 def test_a_new_interval_holds_from_its_step_on() -> None:

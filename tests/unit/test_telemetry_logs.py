@@ -29,7 +29,7 @@ def test_lines_are_json_with_the_ambient_values() -> None:
     stream = io.StringIO()
     context.bind(run="demo", rank=3)
     traceparent = context.set_generation(2)
-    context.set_step(41)
+    context.follow_step(lambda: 41)
     configure(stream).info("hello", step=42)
     line = json.loads(stream.getvalue())
     assert {
