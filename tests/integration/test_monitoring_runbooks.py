@@ -78,7 +78,7 @@ def unsaved() -> Story:
 
 
 def troubled() -> Story:
-    """All that tickets are about: no room for a save, a damaged checkpoint, six faults of a rank, an excluded device."""
+    """What tickets are about: no room for a save, a damaged checkpoint, six faults of a rank, a device excluded."""
     story = endless()
     story.save(21.0, 10)
     story.fail_save(22.0, 10)
