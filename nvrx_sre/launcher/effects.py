@@ -207,8 +207,10 @@ class Effects:
     def _headers(self, world_size: int) -> Sequence[Sequence[SlotHeader | None]]:
         """Slots of every rank; a rank without slots has an empty row."""
         own = self.node.slots.headers(world_size)
-        link = self.link
-        return own if link is None else [row or link.headers(rank) for rank, row in enumerate(own)]
+        if self.link is None:
+            return own
+        others = self.link.headers()
+        return [row or others.get(rank, ()) for rank, row in enumerate(own)]
 
     def _open_store(self) -> int:
         """An empty store that all nodes reach; its port."""

@@ -42,6 +42,7 @@ from nvrx_sre.launcher.machine_job import devices_of_node
 from nvrx_sre.launcher.network import interface_of
 from nvrx_sre.launcher.node import Node, chosen_interface, parent_environment
 from nvrx_sre.launcher.node_readings import NodeReadings
+from nvrx_sre.launcher.pace import Pace
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.launcher.signals import SignalPipe
 from nvrx_sre.telemetry.follower import FollowerTelemetry
@@ -163,6 +164,9 @@ class _Membership:
         self._link = found.link
         self._link.bound_silence(config.limits.nodes.leader_lost_s)
         self._heard_ns = self._next_beat_ns = clock.monotonic_ns()
+        self._pace = Pace()
+        self._is_blocked = False
+        """The socket took not all that was due."""
         self._stop: c.Stop | None = None
         self._ended = ""
         self._selector = selectors.DefaultSelector()
@@ -196,7 +200,7 @@ class _Membership:
         return _Parted(stop=self._stop, reason=self._ended, heard_ns=self._heard_ns)
 
     def _turn(self) -> None:
-        for data in self._watch.select(TURN_S):
+        for data in self._watch.select(self._wait_s()):
             self._handle_ready(*data)
         self._watch.tend()
         now_ns = self._clock.monotonic_ns()
@@ -208,9 +212,16 @@ class _Membership:
         if now_ns >= self._next_beat_ns:
             self._next_beat_ns = now_ns + to_ns(BEAT_S)
             self._send(link_codec.Beat(sent_ns=now_ns))
+        if self._watch.is_to_die:
+            self._pace.at_once(now_ns)
         self._flush()
         if self._watch.is_to_die:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _wait_s(self) -> float:
+        """Until something that waits to be sent is due."""
+        due_ns = self._pace.due_ns
+        return TURN_S if due_ns is None else min(TURN_S, max(0.0, seconds(due_ns - self._clock.monotonic_ns())))
 
     def _tell_unfit(self, unfit: Mapping[int, str], node_rank: int) -> None:
         """Each device once a membership: another leader has not heard of it."""
@@ -275,20 +286,39 @@ class _Membership:
         if isinstance(item.message, wire.Ready) and rank is not None:
             slots = self.node.slots.get(rank)
             self._send(link_codec.Headers(rank=rank, headers=() if slots is None else tuple(slots.headers())))
-        self._send(link_codec.Packet(child=item.child, packet=wire.encode(item.message)))
+        packet = link_codec.Packet(child=item.child, packet=wire.encode(item.message))
+        if isinstance(item.message, wire.Alive):
+            self._queue(packet)
+            self._pace.sign_of_life(self._clock.monotonic_ns())
+        else:
+            self._send(packet)
 
     def _send(self, item: link_codec.Item) -> None:
+        self._queue(item)
+        now_ns = self._clock.monotonic_ns()
+        if isinstance(item, link_codec.Beat):  # it measures how long the way takes
+            self._pace.at_once(now_ns)
+        else:
+            self._pace.news(now_ns)
+
+    def _queue(self, item: link_codec.Item) -> None:
         try:
             self._link.send(link_codec.encode(item))
         except LinkLost as error:
             self._ended = self._ended or str(error)
 
     def _flush(self) -> None:
+        """Write what is due, and what the socket had no room for."""
+        now_ns = self._clock.monotonic_ns()
+        if not (self._pace.is_due(now_ns) or self._is_blocked):
+            return
+        self._pace.sent(now_ns)
         try:
             self._link.flush()
         except LinkLost as error:
             self._ended = self._ended or str(error)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.wants_write else 0)
+        self._is_blocked = self._link.wants_write
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_blocked else 0)
         if self._selector.get_key(self._link).events != events:
             self._selector.modify(self._link, events, ("link", None))

@@ -96,6 +96,8 @@ class LeaderLink:
         self._listener = config.listener
         self._pending: list[_Pending] = []
         self._members: dict[int, _Member] = {}
+        self._told: dict[int, _Member] = {}
+        """Members for whom something is queued: the others cost a turn nothing."""
         self._next_beat_ns = 0
         selector.register(self._listener, selectors.EVENT_READ, ("link", None))
 
@@ -109,9 +111,9 @@ class LeaderLink:
                 continue  # noticed at its next turn
         return found
 
-    def headers(self, rank: int) -> Sequence[SlotHeader | None]:
-        """Slots of a rank on another node, as it was ready for its next generation; empty if it has none."""
-        return next((member.headers[rank] for member in self._members.values() if rank in member.headers), ())
+    def headers(self) -> dict[int, Sequence[SlotHeader | None]]:
+        """Slots of the ranks on other nodes that have some, as each was ready for its next generation."""
+        return {rank: headers for member in self._members.values() for rank, headers in member.headers.items()}
 
     def apply(self, node: int, command: c.Command) -> None:
         """Pass a command on to a node. One that is not there is told nothing, and starts nothing."""
@@ -133,13 +135,18 @@ class LeaderLink:
 
     def flush(self) -> None:
         """Write what was queued: once a turn of the loop, so that many commands are one packet."""
-        for member in list(self._members.values()):
+        told, self._told = self._told, {}
+        for member in told.values():
+            if self._members.get(member.node) is not member:
+                continue
             try:
                 member.link.flush()
             except LinkLost as error:
                 self._lose(member, str(error))
-            else:
-                self._watch(member.link, member)
+                continue
+            if member.link.wants_write:
+                self._told[member.node] = member
+            self._watch(member.link, member)
 
     def handle_ready(self, what: object) -> None:
         """A socket of ours is ready; `what` is the selector's data."""
@@ -328,6 +335,7 @@ class LeaderLink:
         return c.Exited(child=child, exit_code=exit_code, signal=None, exited_ns=now_ns, oom=False, last_line=why)
 
     def _send(self, member: _Member, item: link_codec.Item) -> None:
+        self._told[member.node] = member
         try:
             member.link.send(link_codec.encode(item))
         except LinkLost as error:

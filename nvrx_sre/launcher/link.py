@@ -22,6 +22,8 @@ MAX_FRAME_BYTES = 1024 * 1024
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
 """What may wait for a peer that does not read; beyond it the link counts as lost."""
 TAG_BYTES = 16
+OVERHEAD_BYTES = 4 + TAG_BYTES
+"""What a frame adds to its payload."""
 RECEIVE_BYTES = 256 * 1024
 
 _LENGTH = struct.Struct("<I")

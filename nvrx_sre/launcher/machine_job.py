@@ -7,6 +7,7 @@ except that `PublishSealed` and then `StrandSlots` leave last (the slots of a sa
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,15 +131,18 @@ class Job:
     _commands: list[Command] = field(default_factory=list)
     _publish: int | None = None
     _strand: int | None = None
+    _devices_on: list[tuple[str, ...]] = field(default_factory=list)
+    """Every device there is: of each node, by local index."""
     _places: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Node and local index of every device, in their order."""
+    """Node and local index of each."""
     _nodes_of: tuple[str, ...] = ()
     _nodes: tuple[int, ...] = ()
     _num_on: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        per_node = self.config.ranks_per_node
-        self._places = {device: divmod(index, per_node) for index, device in enumerate(self.config.devices)}
+        per_node, devices = self.config.ranks_per_node, self.config.devices
+        self._devices_on = [devices[first : first + per_node] for first in range(0, len(devices), per_node)]
+        self._places = {device: divmod(index, per_node) for index, device in enumerate(devices)}
         self.absent = set(range(1, self.config.num_nodes))
         for index, reason in self.config.unfit.items():
             self.note_unfit(0, index, reason)
@@ -157,8 +161,15 @@ class Job:
 
     def devices_of(self, left_out: set[int], device: str = "") -> tuple[str, ...]:
         """The same with the nodes of `left_out` left out."""
-        usable = (item for item, (node, _) in self._places.items() if node not in left_out)
+        usable = (item for node, on in enumerate(self._devices_on) if node not in left_out for item in on)
         return members(usable, {device, *self.history.excluded, *self.unused}, self.config.world_multiple)
+
+    def num_devices_of(self, left_out: set[int]) -> int:
+        """How many those would be: looks at no device that is well, however many there are."""
+        lame = {place for device in (*self.history.excluded, *self.unused) if (place := self._places.get(device))}
+        num_all = (self.config.num_nodes - len(left_out)) * self.config.ranks_per_node
+        num = num_all - sum(node not in left_out for node, _ in lame)
+        return num - num % self.config.world_multiple
 
     def leave_unfit_out(self) -> list[str]:
         """Let the coming worlds do without unfit devices, as far as they are large enough then; the devices."""
@@ -171,32 +182,37 @@ class Job:
 
     def note_unfit(self, node: int, index: int, reason: str) -> None:
         """The device with this index should have no rank; of one that is no rank's nothing is noted."""
-        for device, place in self._places.items():
-            if place == (node, index):
-                self.unfit.setdefault(device, reason)
+        if 0 <= node < len(self._devices_on) and 0 <= index < self.config.ranks_per_node:
+            self.unfit.setdefault(self._devices_on[node][index], reason)
 
-    def is_enough(self, devices: tuple[str, ...]) -> bool:
-        """A world of these devices may go on."""
+    def is_enough(self, num_devices: int) -> bool:
+        """A world of so many devices may go on."""
         num_least = self.config.world_size if self.config.min_world_size is None else self.config.min_world_size
-        return len(devices) >= max(1, num_least)
+        return num_devices >= max(1, num_least)
 
     def can_exclude(self, device: str) -> bool:
         """The world without `device` is smaller, and large enough."""
-        return device in self.devices and self.is_enough(self.devices_without(device))
+        return device in self.devices and self.is_enough(len(self.devices_without(device)))
 
     def name_node(self, node: int, name: str, gpu_uuids: Sequence[str] = ()) -> str:
         """The node has joined: its devices are called by its name from now on, with its number where that is taken."""
-        others = {node_of(device) for device, (of_node, _) in self._places.items() if of_node != node}
+        others = (node_of(on[0]) for of_node, on in enumerate(self._devices_on) if of_node != node)
         name = f"{name}-{node}" if name in others else name
-        new = devices_of_node(name, self.config.ranks_per_node, gpu_uuids)
-        renamed = {device: new[index] for device, (of_node, index) in self._places.items() if of_node == node}
-        self._places = {renamed.get(device, device): place for device, place in self._places.items()}
-        self.devices = tuple(renamed.get(device, device) for device in self.devices)
+        ranks = self.ranks_on(node)
+        old, new = self._devices_on[node], devices_of_node(name, self.config.ranks_per_node, gpu_uuids)
+        for device in old:
+            del self._places[device]
+        self._places |= {device: (node, index) for index, device in enumerate(new)}
+        self._devices_on[node] = new
+        renamed = dict(zip(old, new, strict=True))
+        of_node = (renamed[device] for device in self.devices[ranks.start : ranks.stop])
+        self.devices = (*self.devices[: ranks.start], *of_node, *self.devices[ranks.stop :])
+        self._nodes_of = self.devices  # each rank is where it was
         return name
 
     def node_name(self, node: int) -> str:
         """What the node is called."""
-        return next(node_of(device) for device, (number, _) in self._places.items() if number == node)
+        return node_of(self._devices_on[node][0])
 
     def local_rank(self, rank: int) -> int:
         """Index of the rank's device on its node: where it stands as long as the node does, whatever the rank."""
@@ -214,6 +230,10 @@ class Job:
             self._nodes = tuple(self._places[device][0] for device in self.devices)
             self._num_on = Counter(self._nodes)
         return self._nodes
+
+    def ranks_on(self, node: int) -> range:
+        """Ranks of the world on a node: ranks go node by node."""
+        return range(bisect_left(self.nodes, node), bisect_right(self.nodes, node))
 
     def num_ranks_on(self, node: int) -> int:
         """Ranks of the world on a node."""

@@ -52,8 +52,9 @@ class Nodes:
         self._saves.start_writer(now_ns, node)
         self._recovery.refill_standbys(now_ns)
         if job.stage is Stage.FORMING:
-            self._recovery.take_back_nodes(now_ns)
-            self._recovery.fill(now_ns)
+            if job.left_out:
+                self._recovery.take_back_nodes(now_ns)
+            self._recovery.fill(now_ns, job.ranks_on(node))
 
     def lose(self, node: int, reason: str, now_ns: int) -> list[Child]:
         """The node is gone; the children that are lost with it, workers first, by rank."""
@@ -110,7 +111,7 @@ class Nodes:
 
     def _is_enough_there(self) -> bool:
         job = self._job
-        return job.is_enough(job.devices_of(job.left_out | job.absent))
+        return job.is_enough(job.num_devices_of(job.left_out | job.absent))
 
     def _patience_s(self) -> float:
         limits = self._job.config.limits.nodes

@@ -15,6 +15,7 @@ keeps the pending number. Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from nvrx_sre.core.clock import to_ns
@@ -84,11 +85,14 @@ class Recovery:
         self.fill(now_ns)
         self.settle(now_ns)
 
-    def fill(self, now_ns: int) -> None:
-        """Give every vacant rank a process, unless the back-off is still running."""
+    def fill(self, now_ns: int, ranks: Iterable[int] | None = None) -> None:
+        """Give every vacant rank a process, unless the back-off is still running.
+
+        `ranks`: only these can be vacant by now and have no process coming.
+        """
         if self._job.stage is not Stage.FORMING or self._backoff_until_ns is not None or self._next_devices is not None:
             return
-        for rank in self._roster.vacant_ranks():
+        for rank in self._roster.vacant_ranks(ranks):
             node = self._job.node(rank)
             if node in self._job.absent:
                 continue
@@ -103,9 +107,9 @@ class Recovery:
         """Start missing standbys."""
         if self._num_standby_failures >= MAX_STANDBY_FAILURES:
             return
-        there = [child.node for child in self._roster.spares(Role.STANDBY)]
+        there = Counter(child.node for child in self._roster.spares(Role.STANDBY))
         for node in sorted(set(range(self._job.config.num_nodes)) - self._job.absent):
-            for _ in range(self._job.config.num_standbys - there.count(node)):
+            for _ in range(self._job.config.num_standbys - there[node]):
                 self._roster.spawn(Role.STANDBY, None, now_ns, node)
 
     def on_standby_parked(self) -> None:
@@ -149,7 +153,7 @@ class Recovery:
     def on_gone(self, rank: int, now_ns: int) -> None:
         """The process of `rank` is dead and its seat vacant."""
         self._left(rank, kept=False)
-        self.fill(now_ns)
+        self.fill(now_ns, [rank])
 
     def deadline_ns(self) -> int | None:
         """When the back-off, or the save before another world, ends."""

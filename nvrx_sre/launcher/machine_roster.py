@@ -11,7 +11,7 @@ a deadline. Pure state, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -94,8 +94,8 @@ class Roster:
         """Bound of the deadlines of all children."""
         self._job = job
         self._children: dict[int, Child] = {}
-        self._spares: dict[int, Child] = {}
-        """Writer and standbys: few, however many ranks there are."""
+        self._spares: dict[int, dict[int, Child]] = {}
+        """Writer and standbys of each node: few, however many ranks there are."""
         self._seats: list[int | None] = [None] * job.world_size
         self._attempts = [0] * job.config.world_size
         self._last_pids: dict[str, int] = {}
@@ -128,9 +128,12 @@ class Roster:
         """Children that hold a rank, by rank."""
         return [self._children[number] for number in self._seats if number is not None]
 
-    def vacant_ranks(self) -> list[int]:
-        """Ranks that nobody holds."""
-        return [rank for rank, number in enumerate(self._seats) if number is None]
+    def vacant_ranks(self, ranks: Iterable[int] | None = None) -> list[int]:
+        """Ranks that nobody holds, of all or of these; one that the world has lost is none."""
+        seats = self._seats
+        if ranks is not None:
+            return [rank for rank in ranks if rank < len(seats) and seats[rank] is None]
+        return [rank for rank, number in enumerate(seats) if number is None]
 
     def is_every_rank_ready(self) -> bool:
         """Every seat is taken by a child that can enter the pending generation.
@@ -154,7 +157,11 @@ class Roster:
 
     def spares(self, role: Role) -> list[Child]:
         """Writers or standbys that are not on their way out."""
-        return [item for item in self._spares.values() if item.role is role and item.state is not ChildState.ENDING]
+        return [item for node in list(self._spares) for item in self._spares_on(node, role)]
+
+    def _spares_on(self, node: int, role: Role) -> list[Child]:
+        there = self._spares.get(node, {}).values()
+        return [item for item in there if item.role is role and item.state is not ChildState.ENDING]
 
     def spawn(self, role: Role, rank: int | None, now_ns: int, node: int = 0) -> Child:
         """Start a child; a worker takes the seat of `rank` at once, and runs where the rank's device is."""
@@ -173,7 +180,7 @@ class Roster:
         child.arm(now_ns, self._job.config.limits.deadlines.init_s)
         self._children[child.number] = child
         if rank is None:
-            self._spares[child.number] = child
+            self._spares.setdefault(node, {})[child.number] = child
         else:
             child.device = self._job.devices[rank]
             child.old_pid = self._last_pids.get(child.device, 0)
@@ -196,7 +203,7 @@ class Roster:
         """Give a parked child its rank for the pending generation."""
         device = self._job.devices[rank]
         if child.role is Role.STANDBY:
-            del self._spares[child.number]
+            del self._spares[child.node][child.number]
             child.role = Role.WORKER
             child.old_pid = self._last_pids.get(device, 0)
             child.attempt = self._next_attempt(Role.WORKER, rank)
@@ -239,7 +246,7 @@ class Roster:
 
     def parked(self, role: Role, node: int) -> Child | None:
         """A writer, or a standby that can become any rank of the node."""
-        return next((item for item in self.spares(role) if item.state is ChildState.PARKED and item.node == node), None)
+        return next((item for item in self._spares_on(node, role) if item.state is ChildState.PARKED), None)
 
     def look_at(self, child: Child) -> None:
         """Have it say where it stands; a kill that follows waits for that, bounded."""
@@ -265,7 +272,7 @@ class Roster:
     def remove(self, child: Child) -> None:
         """The child is dead: its seat is vacant."""
         del self._children[child.number]
-        self._spares.pop(child.number, None)
+        self._spares.get(child.node, {}).pop(child.number, None)
         self.detach(child)
 
     def detach(self, child: Child) -> None:

@@ -30,6 +30,7 @@ from nvrx_sre.testing.world_network import Action
 from nvrx_sre.testing.world_nodes import Links
 from nvrx_sre.testing.world_plan import machine_config, name_of, run_started
 from nvrx_sre.testing.world_ranks import Offer, SimChild, SimWorker
+from nvrx_sre.testing.world_traffic import Traffic
 from nvrx_sre.testing.world_writers import SimWriter
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class SimLauncher:
             self._fold(record)
         self.links = Links(self)
         """To the launchers of the other hosts."""
+        self.traffic = Traffic(self)
         self.machine = Machine(machine_config(world.config), self._history, self._machine_start())
         self._commands: dict[type[c.Command], Callable[[Any], None]] = {
             c.Spawn: self._on_spawn,
@@ -191,7 +193,10 @@ class SimLauncher:
 
     def deliver(self, child: SimChild, message: wire.Message) -> None:
         """Bring a message to the machine, in order."""
-        self._arrive(child, lambda: self._take(child, message), to_ns(self.world.rng.uniform(0.0, _DELIVERY_S)))
+        self.traffic.said(child, message)
+        delay_ns = to_ns(self.world.rng.uniform(0.0, _DELIVERY_S))
+        is_news = not isinstance(message, wire.Alive)
+        self._arrive(child, lambda: self._take(child, message), delay_ns, is_news=is_news)
 
     def die(self, child: SimChild, *, exit_code: int | None, signal: int | None) -> None:
         """The process is gone; its peers notice, its packets still arrive first."""
@@ -292,11 +297,11 @@ class SimLauncher:
             self._verdicts[key] = commit is not None and not commit.is_damaged
         return self._verdicts[key]
 
-    def _arrive(self, child: SimChild, action: Action, delay_ns: int) -> None:
+    def _arrive(self, child: SimChild, action: Action, delay_ns: int, *, is_news: bool = True) -> None:
         if child.host == _LEADER_HOST:
             self.world.schedule_at(child.delivery_ns(delay_ns), action)
         else:
-            self.links.up(child, action)
+            self.links.up(child, action, is_news=is_news)
 
     def _take(self, child: SimChild, message: wire.Message) -> None:
         generation = getattr(message, "generation", self.machine.generation)
@@ -350,6 +355,7 @@ class SimLauncher:
         for command in commands:
             if self.is_over:
                 return
+            self.traffic.commanded(command)
             self._commands[type(command)](command)
         self.links.flush()
 
@@ -430,6 +436,7 @@ class SimLauncher:
             ),
             requires_restore=self.world.disk.num_commits_ever > 0,
         )
+        self.traffic.offered(command, offer)
         best_step = int(offer.candidates[0][0]["step"]) if offer.candidates else NONE
         self._on_publish(c.PublishSealed(step=best_step))
         entries = [entry for entry, _ in offer.candidates if entry["tier"] == schema.Tier.DURABLE]

@@ -1,10 +1,10 @@
 """The simulated network between the leader's launcher and the hosts of the other ranks.
 
 Model: ranks on the leader's host have a socket of their own to the launcher. Every other host has one connection, with
-a relay at its end: what its ranks say goes up in packets, one at once and then one every `RELAY_S` for as long as there
-is anything; what the launcher commands in answer to one input goes down in one packet a host. So the messages of a
-recovery grow with the hosts, not with the ranks, and a host that is cut off holds back both directions, in order,
-until the connection is back or given up (`world_nodes`).
+a relay at its end: what its ranks say goes up in packets, paced as the product's are (`launcher.pace`); what the
+launcher commands in answer to one input goes down in one packet a host. So the packets of a recovery grow with the
+hosts, not with the ranks, and a host that is cut off holds back both directions, in order, until the connection is back
+or given up (`world_nodes`).
 
 Must not: lose or reorder packets of one direction while the connection lasts (TCP does not either).
 """
@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvrx_sre.core.clock import to_ns
+from nvrx_sre.launcher.pace import Pace
 
 if TYPE_CHECKING:
     from nvrx_sre.testing.world import World
 
-RELAY_S = 0.005
-"""Time between two packets of a relay: far below what a person notices in a recovery, far above a packet's cost."""
 LATENCY_S = 0.0005
 """One way within a data centre, with the relay's own turn."""
 
@@ -57,23 +56,38 @@ class Relay:
         self._world = world
         self._host = host
         self._waiting: list[Action] = []
-        self._next_packet_ns = 0
+        self._pace = Pace()
+        self._wakes_ns: int | None = None
+        """When it looks next whether something is due."""
         self._last_ns = {"up": 0, "down": 0}
 
-    def up(self, action: Action) -> None:
-        """Something that a rank said: `action` takes it in at the launcher."""
+    def up(self, action: Action, *, is_news: bool) -> None:
+        """Something that a rank said: `action` takes it in at the launcher. A sign of life is no news."""
+        now_ns = self._world.now_ns
         self._waiting.append(action)
-        if len(self._waiting) == 1:
-            self._world.schedule_at(max(self._world.now_ns, self._next_packet_ns), self._flush)
+        if is_news:
+            self._pace.news(now_ns)
+        else:
+            self._pace.sign_of_life(now_ns)
+        due_ns = self._pace.due_ns
+        assert due_ns is not None, "there is something to say"
+        if self._wakes_ns is None or due_ns < self._wakes_ns:
+            self._wakes_ns = due_ns
+            self._world.schedule_at(due_ns, self._flush)
 
     def down(self, actions: list[Action]) -> None:
-        """What the launcher commands at one time."""
+        """What the launcher commands at one time, also what does nothing to the host's children."""
         self.num_down += 1
-        self._deliver("down", actions)
+        if actions:
+            self._deliver("down", actions)
 
     def _flush(self) -> None:
+        now_ns = self._world.now_ns
+        if not self._pace.is_due(now_ns):
+            return  # it left with news that came later and was due before
+        self._pace.sent(now_ns)
+        self._wakes_ns = None
         waiting, self._waiting = self._waiting, []
-        self._next_packet_ns = self._world.now_ns + to_ns(RELAY_S)
         self.num_up += 1
         self._deliver("up", waiting)
 

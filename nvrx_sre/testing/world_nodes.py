@@ -121,11 +121,11 @@ class Links:
         live = sum(member.relay.num_up + member.relay.num_down for member in self._members.values())
         return self._num_past_packets + live
 
-    def up(self, child: SimChild, action: Action) -> None:
+    def up(self, child: SimChild, action: Action, *, is_news: bool) -> None:
         """A child on another host has said something."""
         member = self._members.get(child.host)
         if member is not None:
-            member.relay.up(action)
+            member.relay.up(action, is_news=is_news)
 
     def down(self, host: int, action: Action) -> bool:
         """Have something done on another host; False if it is not there."""
@@ -135,6 +135,15 @@ class Links:
         member.down.append(action)
         self._told[host] = member
         return True
+
+    def reach_all(self) -> None:
+        """The input at hand is answered with something that every host is told, and that takes effect here at once."""
+        self._told |= self._members
+
+    @property
+    def hosts(self) -> list[int]:
+        """Who is there."""
+        return list(self._members)
 
     def flush(self) -> None:
         """What was commanded in answer to one input leaves, one packet a host."""

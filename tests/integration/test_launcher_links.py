@@ -141,9 +141,9 @@ def test_slots_of_a_rank_are_known_before_it_is_ready(leader: LeaderLoop, member
     ready = wire.Ready(generation=2, fit=True, reason="", mono_ns=1)
     say(member, Headers(rank=2, headers=(None, None)), Packet(child=5, packet=wire.encode(ready)))
     leader.expect(c.FromChild)
-    assert leader.link.headers(2) == (None, None)
+    assert leader.link.headers() == {2: (None, None)}
     leader.order(lambda: leader.link.apply(1, c.DropSlots(num_ranks=1, node=1)))
-    assert leader.link.headers(2) == ()
+    assert leader.link.headers() == {}
 
 
 def test_the_end_of_the_connection_is_the_nodes_end(leader: LeaderLoop, member: Link) -> None:

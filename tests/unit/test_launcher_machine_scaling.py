@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.events.schema import (
     FaultDetected,
@@ -13,6 +16,8 @@ from nvrx_sre.events.schema import (
     StepsCommitted,
 )
 from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher.machine_job import Job, MachineConfig, MachineStart
+from nvrx_sre.policy.history import History
 from nvrx_sre.testing.driven import DrivenMachine
 
 LIMITS = Limits(deadlines=Deadlines(step_s=10.0, first_step_s=10.0, load_s=40.0, rendezvous_s=5.0, rebuild_s=5.0))
@@ -122,3 +127,52 @@ def test_a_seal_that_no_record_tells_of_is_progress_for_the_next_fault_as_well()
     driven.restore(2, "hot")
     driven.raise_in(1, 3, frame="train.py:30 third")
     assert [event.restarts_since_progress for event in driven.events(RestartDecided)] == [1, 1, 2]
+
+
+@given(
+    per_node=st.integers(1, 4),
+    num_nodes=st.integers(1, 5),
+    multiple=st.integers(1, 3),
+    places=st.sets(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=6),
+    left_out=st.sets(st.integers(0, 4)),
+    data=st.data(),
+)
+def test_the_size_of_a_world_is_told_without_its_devices(
+    per_node: int, num_nodes: int, multiple: int, places: set[tuple[int, int]], left_out: set[int], data: st.DataObject
+) -> None:
+    """As many as the world has that is made of them, whatever was excluded, unfit, left out and renamed."""
+    config = MachineConfig(
+        world_size=per_node * num_nodes,
+        num_standbys=0,
+        limits=Limits(),
+        num_nodes=num_nodes,
+        world_multiple=multiple,
+        min_world_size=1,
+    )
+    start = MachineStart(generation=0, high_water=0, wall_offset_ns=0, commits_on_record=False)
+    job = Job(config=config, start=start, history=History())
+    for node in data.draw(st.lists(st.integers(0, num_nodes - 1), max_size=4)):
+        job.name_node(node, data.draw(st.sampled_from(["a", "b", "node"])))
+    all_devices = job.devices_of(set())
+    for node, index in sorted(places):
+        rank = node * per_node + index
+        if node < num_nodes and index < per_node and rank < len(all_devices):
+            job.unused.add(all_devices[rank])
+    out = {node for node in left_out if node < num_nodes}
+    assert job.num_devices_of(out) == len(job.devices_of(out))
+
+
+def test_names_that_come_change_no_ranks_place() -> None:
+    """A node joins under a name: its devices are called so, rank by rank, and all ranks stay where they were."""
+    config = MachineConfig(
+        world_size=6, num_standbys=0, limits=Limits(), num_nodes=3, unfit={1: "broken"}, min_world_size=1
+    )
+    start = MachineStart(generation=0, high_water=0, wall_offset_ns=0, commits_on_record=False)
+    job = Job(config=config, start=start, history=History())
+    before = [(job.node(rank), job.local_rank(rank)) for rank in range(job.world_size)]
+    assert job.name_node(2, "gpu-7") == "gpu-7"
+    assert job.name_node(1, "gpu-7") == "gpu-7-1", "two nodes of one name are told apart"
+    assert [(job.node(rank), job.local_rank(rank)) for rank in range(job.world_size)] == before
+    assert job.devices == ("node/0", "gpu-7-1/0", "gpu-7-1/1", "gpu-7/0", "gpu-7/1")
+    assert [list(job.ranks_on(node)) for node in range(3)] == [[0], [1, 2], [3, 4]]
+    assert (job.node_name(1), job.node_name(2)) == ("gpu-7-1", "gpu-7")
