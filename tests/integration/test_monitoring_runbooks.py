@@ -14,16 +14,28 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from nvrx_sre.events.codec import to_dict
-from nvrx_sre.events.schema import FaultClass, Layer, Phase, RankExcluded, RestoredFrom, TelemetryDegraded
+from nvrx_sre.events.schema import (
+    FaultClass,
+    HaltReason,
+    Layer,
+    Phase,
+    RankExcluded,
+    RejectReason,
+    RestoredFrom,
+    SaveFailure,
+    TelemetryDegraded,
+)
 from nvrx_sre.monitoring import assets, runbooks
 from nvrx_sre.monitoring.alerts import alert_rules
+from nvrx_sre.monitoring.alerts_kubernetes import STUCK_REASONS
 from nvrx_sre.monitoring.values import Values
+from nvrx_sre.telemetry.labels import Component
 from tests.stories import RUN, Story, begin
 
 RECORDINGS = Path(__file__).resolve().parent.parent / "recordings"
@@ -236,6 +248,24 @@ def names_the_culprit(name: str, culprits: list[str], tmp_path_factory: pytest.T
     assert "not worth a line" not in output
     for culprit in culprits:
         assert re.search(culprit, output), f"{culprit} is not in:\n{output}"
+
+
+SETS: dict[str, tuple[Iterable[str], ...]] = {
+    "NvrxCheckpointRejected": (RejectReason,),
+    "NvrxCheckpointSaveFailing": (SaveFailure,),
+    "NvrxCheckpointStale": (SaveFailure,),
+    "NvrxLauncherPodFailing": (STUCK_REASONS,),
+    "NvrxRunHalted": (HaltReason,),
+    "NvrxTelemetryDropping": (Component,),
+}
+"""Alert -> the closed sets of which its label, or what its diagnosis prints, is one."""
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_page_says_what_to_do_for_every_value_of_its_label(name: str) -> None:
+    """Nobody is left with a word that the page does not know."""
+    text = assets.runbook_text(name).split("## Mitigation")[1].split("## Stop and resume")[0]
+    assert [str(value) for values in SETS[name] for value in values if f"`{value}`" not in text] == []
 
 
 def test_every_critical_page_is_tried() -> None:
