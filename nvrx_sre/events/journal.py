@@ -8,8 +8,11 @@ the newest snapshot that fits and what follows it, however long the run is. Old 
 The writer has a thread of its own and a bounded queue: `append` never blocks and never raises; what does not fit
 is dropped and counted. `sync` is a barrier: True means that everything appended before is on the disk (fsync).
 After a failed write the writer goes on in a new segment and writes the batch again, so a torn line is always the
-last of its segment; readers drop lines that repeat a sequence number. A segment in which nothing was written whole is
-the one that it goes on in: a disk that stays full gets one more segment, not one an attempt.
+last of its segment; readers drop lines that repeat a sequence number. After a failed fsync nobody knows what of the
+segment is on the disk, and the kernel does not say it twice: everything since the last good one is written again, so
+it is kept in memory until then, bounded by an fsync of the writer's own. A segment in which nothing was written whole
+is the one that it goes on in, and one that was written again goes when the next one is whole: a disk that stays full
+or broken gets a segment or two more, not one an attempt.
 
 Thread safety: `append`, `sync`, `close` from any thread. One writer an epoch; readers at any time.
 Must not: change control flow when the disk is full, slow or gone.
@@ -38,6 +41,8 @@ from nvrx_sre.events.schema import SCHEMA_VERSION, Record
 SEGMENT_NAME = re.compile(r"(\d{8})-(\d{6})\.jsonl")
 MAX_BATCH_RECORDS = 1024
 """Records written with one system call."""
+MAX_UNSYNCED_RECORDS = 4096
+"""Records that may be written and not synced: so many are kept in memory."""
 RETRY_S = 0.5
 """Wait between attempts while the disk refuses."""
 
@@ -66,8 +71,18 @@ class JournalWriter:
         self._sync_wanted = 0
         self._closing = False
         self._descriptor = -1
+        self._path: Path | None = None
+        """The open segment's."""
         self._blank: Path | None = None
         """Segment that was begun, and in which no batch was written whole."""
+        self._unsynced: list[Record | Snapshot] = []
+        """Written into the open segment, and not known to be on the disk."""
+        self._synced_bytes = 0
+        """Size of what is, in the open segment."""
+        self._is_doubtful = False
+        """An fsync of the open segment has failed: what it holds of `_unsynced` is not to be relied on."""
+        self._superseded: tuple[Path, int] | None = None
+        """Segment that was given up, and its size without what is written again."""
         self._segment_bytes = 0
         self._snapshot_bytes = 0
         self._failed = False
@@ -164,12 +179,11 @@ class JournalWriter:
                     for _ in batch:
                         self._queue.popleft()
                     self._num_written += len(batch)
-            if sync_wanted and self._descriptor >= 0:
-                os.fsync(self._descriptor)
+            if (sync_wanted or len(self._unsynced) >= MAX_UNSYNCED_RECORDS) and self._descriptor >= 0:
+                self._fsync()
         except OSError as error:
             self._note(f"{error.strerror or error}", failed=True)
-            with contextlib.suppress(OSError):
-                self._close_segment(sync=False)
+            self._give_up_segment()
             return
         with self._changed:
             self._failed = False
@@ -184,13 +198,14 @@ class JournalWriter:
             self._open_segment()
             self._write(_json_line({"snapshot": first.folds, "last": list(first.last)}))
             self._snapshot_bytes = self._segment_bytes
-            os.fsync(self._descriptor)
+            self._fsync()
             self._rotating = False
             self._delete_old_segments()
             return
         if self._descriptor < 0:
             self._open_segment()
         self._write(b"".join(self._line(record) for record in batch if isinstance(record, Record)))
+        self._unsynced += batch
 
     def _line(self, record: Record) -> bytes:
         try:
@@ -220,7 +235,8 @@ class JournalWriter:
         is_new = os.O_TRUNC if self._blank else os.O_EXCL
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | is_new | os.O_APPEND, PRIVATE_FILE_MODE)
         self.num_segments = len(existing) + (self._blank is None)
-        self._blank = path
+        self._blank = self._path = path
+        self._synced_bytes, self._is_doubtful = 0, False
         self._segment_bytes = 0
         header = {"schema": SCHEMA_VERSION, "run": self._run, "epoch": self._epoch}
         os.write(self._descriptor, json.dumps(header).encode() + b"\n")
@@ -232,14 +248,53 @@ class JournalWriter:
             path.unlink(missing_ok=True)
             self.num_segments -= 1
 
-    def _close_segment(self, *, sync: bool = True) -> None:
+    def _fsync(self) -> None:
+        """Everything written is on the disk, or `OSError`; then nothing since the last one is known to be."""
+        self._is_doubtful = True
+        os.fsync(self._descriptor)
+        self._is_doubtful, self._synced_bytes = False, os.fstat(self._descriptor).st_size
+        self._unsynced.clear()
+        self._cut_superseded()
+
+    def _close_segment(self) -> None:
+        """Sync and close. Raises `OSError`; the segment is still open then."""
+        if self._descriptor >= 0:
+            self._fsync()
+            self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            try:
-                if sync:
-                    os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        os.close(descriptor)
+
+    def _give_up_segment(self) -> None:
+        """Go on in another one; what may not be on the disk is queued again, before everything else."""
+        with contextlib.suppress(OSError):
+            if not self._is_doubtful:
+                self._close_segment()
+        if self._unsynced:
+            if self._path is not None and not self._synced_bytes:
+                self._cut_superseded()  # what stood there stands here, as good or bad
+            if self._path is not None and self._superseded is None:
+                self._superseded = (self._path, self._synced_bytes)
+            with self._changed:
+                self._num_written -= len(self._unsynced)
+                self._queue.extendleft(reversed(self._unsynced))
+            self._unsynced.clear()
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self._close_descriptor()
+
+    def _cut_superseded(self) -> None:
+        """What was written again is taken away where it stood first: half of it there would hide the other half."""
+        if self._superseded is None:
+            return
+        (path, num_bytes), self._superseded = self._superseded, None
+        with contextlib.suppress(OSError):
+            if num_bytes:
+                os.truncate(path, num_bytes)
+            else:
+                path.unlink()
+                self.num_segments -= 1
 
 
 def _json_line(value: Any) -> bytes:
@@ -260,7 +315,8 @@ def begin_at(directory: Path, fits: Fits | None, *, oldest: bool = False) -> tup
     if fits is None:
         return None, paths
     for index in range(min(1, len(paths))) if oldest else reversed(range(len(paths))):
-        with open(paths[index], "rb") as file:
+        found = None
+        with contextlib.suppress(FileNotFoundError), open(paths[index], "rb") as file:
             check_header(file.readline(), paths[index])
             found = parse_snapshot(file.readline())
         if found is not None and fits(found.folds):
@@ -283,7 +339,8 @@ class JournalReader:
     def __iter__(self) -> Iterator[Record]:
         last = (0, -1) if self.snapshot is None else self.snapshot.last
         for path in self._paths:
-            with open(path, "rb") as file:
+            # A segment that is gone meanwhile was old, or was written again, after a failed fsync, in a later one.
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
                 check_header(file.readline(), path)
                 for line in file:
                     record = parse_record(line)

@@ -6,6 +6,7 @@ in order, each once. Not thread-safe. Must not: write, wait.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from nvrx_sre.events.journal import Fits, begin_at, check_header, parse_record, segments
@@ -39,7 +40,8 @@ class JournalTail:
         return [path for path in paths if self._path is None or path.name >= self._path.name]
 
     def _read(self, path: Path) -> list[Record]:
-        with open(path, "rb") as file:
+        content = b""
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # it was written again in a later one
             file.seek(self._offset)
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]

@@ -189,6 +189,115 @@ def test_a_batch_written_twice_is_read_once(tmp_path: Path, monkeypatch: pytest.
     assert list(read_journal(tmp_path)) == records
 
 
+def lose_writes(writer: JournalWriter) -> None:
+    """From now on the open segment takes writes, loses them, and says so at the fsync, as a broken disk does."""
+    reader, pipe = os.pipe()
+    os.dup2(pipe, writer._descriptor)
+    os.close(pipe)
+    os.set_blocking(reader, False)
+
+
+def test_what_a_failed_fsync_may_have_lost_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """True means on the disk, also for what had been written, and not synced, before the disk failed.
+
+    The descriptor is that of a pipe here: writes succeed, fsync is refused, nothing reaches the file.
+    """
+    monkeypatch.setattr(journal, "RETRY_S", 0.001)
+    records = exception_story().records
+    writer = JournalWriter(tmp_path, RUN, 1)
+    for record in records[:4]:
+        writer.append(record)
+    assert writer.sync(SYNC_S)
+    lose_writes(writer)
+    for record in records[4:]:
+        writer.append(record)
+    assert writer.sync(SYNC_S)
+    assert writer.num_errors == 1
+    assert list(read_journal(tmp_path)) == records
+    assert writer.close(SYNC_S)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["00000001-000001.jsonl", "00000001-000002.jsonl"]
+
+
+def test_half_of_what_is_written_again_does_not_hide_the_other_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failed fsync any part may be on the disk: the last records without those before them, say."""
+    monkeypatch.setattr(journal, "RETRY_S", 0.001)
+    records = exception_story().records
+    real_fsync, failed = os.fsync, []
+
+    def lose_the_middle(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        if len(lines) > 5 and not failed:
+            failed.append(path.name)
+            path.write_bytes(b"".join([*lines[:3], *lines[-1:]]))
+            raise OSError(5, "Input/output error")
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(journal.os, "fsync", lose_the_middle)
+    writer = JournalWriter(tmp_path, RUN, 1)
+    for record in records[:2]:
+        writer.append(record)
+    assert writer.sync(SYNC_S)
+    for record in records[2:]:
+        writer.append(record)
+    assert writer.sync(SYNC_S)
+    assert failed == ["00000001-000001.jsonl"]
+    assert list(read_journal(tmp_path)) == records
+    writer.close(SYNC_S)
+
+
+def test_a_disk_that_never_syncs_gets_no_segment_an_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written again is taken away where it stood before; then nothing is missing, and nothing twice."""
+    monkeypatch.setattr(journal, "RETRY_S", 0.001)
+    records = exception_story().records
+    real_fsync, is_broken, is_tried = os.fsync, threading.Event(), threading.Event()
+
+    def refuse(descriptor: int) -> None:
+        if is_broken.is_set() and Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_file():
+            raise OSError(5, "Input/output error")
+        real_fsync(descriptor)
+
+    def count(_: str) -> None:
+        if writer.num_errors >= 6:
+            is_tried.set()
+
+    monkeypatch.setattr(journal.os, "fsync", refuse)
+    writer = JournalWriter(tmp_path, RUN, 1)
+    writer.on_error = count
+    writer.append(records[0])
+    assert writer.sync(SYNC_S)
+    is_broken.set()
+    for record in records[1:]:
+        writer.append(record)
+    assert not writer.sync(0.01)
+    assert is_tried.wait(SYNC_S)
+    is_broken.clear()
+    assert writer.sync(SYNC_S)
+    assert len(list(tmp_path.iterdir())) == writer.num_segments == 2
+    assert list(read_journal(tmp_path)) == records
+    writer.close(SYNC_S)
+
+
+def test_what_is_not_synced_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks for a barrier for hours: the writer syncs by itself, on its own thread."""
+    monkeypatch.setattr(journal, "MAX_UNSYNCED_RECORDS", 3)
+    real_fsync, is_synced = os.fsync, threading.Event()
+
+    def note(descriptor: int) -> None:
+        real_fsync(descriptor)
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_file():
+            is_synced.set()
+
+    monkeypatch.setattr(journal.os, "fsync", note)
+    writer = JournalWriter(tmp_path, RUN, 1)
+    for record in exception_story().records:
+        writer.append(record)
+    assert is_synced.wait(SYNC_S)
+    writer.close(SYNC_S)
+
+
 def rotate_often(directory: Path, records: list[Record], limits: TelemetryLimits) -> list[int]:
     """Journal `records`, with a snapshot as soon as a segment is full; how many records each snapshot holds."""
     writer = JournalWriter(directory, RUN, 1, limits=limits)
