@@ -1,15 +1,17 @@
 """What reports take of a step of 10 ms: on against off, beside a real launcher.
 
-Model: one rank (`bench.share_rank`) trains the same steps with and without reports, in turn. A row is the median of many
+Model: one rank (`bench.share_rank`) trains the same with and without reports, in turn. A row is the median of many
 comparisons. It says between what values the true median lies with 95 % confidence (order statistics: no assumption
 about the noise), because a single comparison differs by far more than what is looked for.
 
     share of a step             runs with against runs without: all of it, what the launcher does meanwhile included
     ..., processor time         the same by the processor time of the rank's thread, which leaves out being put aside
     ..., in the rank alone      step against step, of those during which the launcher did not look
+    ..., the report itself      how long it takes by the clock, which leaves out what it does to the step after it
     ..., launcher's looks       by how much a step is longer during which it looked, times looks a step
 
-The last two are what the first consists of, and are far more exact: single steps are compared with their neighbours.
+`in the rank alone` and `launcher's looks` are what the first consists of, and are more exact: single steps are compared
+with their neighbours. `the report itself` is exact, and should be what the rank alone pays.
 
 Must not: run beside anything else; run outside the main thread.
 """
@@ -74,6 +76,7 @@ def share_rows(measured: Measured) -> list[Row]:
         _row("share of a step", _of_runs(runs, _WALL), of_runs, has_target=True),
         _row("share of a step, processor time", _of_runs(runs, _PROCESSOR), of_runs),
         _row("share of a step, in the rank alone", _of_steps(steps), "single steps, in blocks of four"),
+        _row("share of a step, the report itself", _of_reports(steps), "single steps"),
         _row("share of a step, launcher's looks", looks, f"{num_looks} looks in {len(steps)} steps"),
     ]
 
@@ -94,16 +97,21 @@ def _of_steps(steps: Sequence[Timed]) -> list[float]:
     shares = []
     for begin in range(0, len(steps), len(ORDER)):
         block = steps[begin : begin + len(ORDER)]
-        if not any(is_looked for _, is_looked, _ in block):
-            with_ns = sum(spent_ns for is_told, _, spent_ns in block if is_told)
-            without_ns = sum(spent_ns for is_told, _, spent_ns in block if not is_told)
+        if not any(is_looked for _, is_looked, _, _ in block):
+            with_ns = sum(spent_ns for is_told, _, spent_ns, _ in block if is_told)
+            without_ns = sum(spent_ns for is_told, _, spent_ns, _ in block if not is_told)
             shares.append(100 * (with_ns / without_ns - 1))
     return shares
 
 
+def _of_reports(steps: Sequence[Timed]) -> list[float]:
+    """What each report took of a step, in percent."""
+    return [100 * report_ns / (STEP_S * NS_PER_S) for is_told, _, _, report_ns in steps if is_told]
+
+
 def _looks(steps: Sequence[Timed]) -> list[float]:
     """What each look took of all steps, in percent: against the same place in the blocks before and after."""
-    is_looked = [looked for _, looked, _ in steps]
+    is_looked = [looked for _, looked, _, _ in steps]
     share_of_looks = sum(is_looked) / len(steps)
     shares = []
     for number in range(len(ORDER), len(steps) - len(ORDER)):

@@ -60,19 +60,20 @@ def test_all_that_a_rank_reports_is_taken_in(rows: dict[str, Row]) -> None:
     assert rows["step event, back to back"].note.endswith("; 0 of 200 dropped")
     shares = [row for case, row in rows.items() if case.startswith("share of a step")]
     assert [row.n for row in shares[:2]] == [2, 2] and all("95 % sure of " in row.note for row in shares)
-    assert len(shares) == 4 and all(row.n > 0 for row in shares)
+    assert len(shares) == 5 and all(row.n > 0 for row in shares)
 
 
 def test_a_share_says_how_sure_it_is() -> None:
     """Reports that cost 1 % in all, 0.01 % in the rank alone, and 2 % of the step during which the launcher looks."""
     told_ns, off_ns = 10_001_000, 10_000_000
-    steps = [(told, False, told_ns if told else off_ns) for told in ORDER * 30]
+    steps = [(told, False, told_ns if told else off_ns, 900 if told else 50) for told in ORDER * 30]
     for number in (41, 80):
-        steps[number] = (steps[number][0], True, steps[number][2] + 200_000)
+        steps[number] = (steps[number][0], True, steps[number][2] + 200_000, steps[number][3])
     runs = [(told, 1.01 if told else 1.0, 0.909 if told else 0.9) for told in ORDER * 20]
-    share, processor, alone, looks = share_rows({"runs": runs, "steps": steps})
-    assert [row.median for row in (share, processor, alone, looks)] == pytest.approx([1.0, 1.0, 0.01, 2.0 * 2 / 120])
-    assert (share.n, alone.n, looks.n) == (20, 28, 2)
+    share, processor, alone, report, looks = share_rows({"runs": runs, "steps": steps})
+    assert [row.median for row in (share, processor, alone)] == pytest.approx([1.0, 1.0, 0.01])
+    assert [row.median for row in (report, looks)] == pytest.approx([0.009, 2.0 * 2 / 120])
+    assert (share.n, alone.n, report.n, looks.n) == (20, 28, 60, 2)
     assert share.note.startswith(
         "target median at most 0.1 % of a step of 10 ms: MISSED; 95 % sure of 1.000 to 1.000 %;"
     )
@@ -81,7 +82,7 @@ def test_a_share_says_how_sure_it_is() -> None:
 def test_noise_beyond_the_target_is_admitted() -> None:
     """A median of nothing, of blocks that differ by 2 % either way, says nothing about 0.1 %."""
     runs = [(told, 1.0 + extra * told, 0.9) for extra in (-0.02, 0.0, 0.02) for told in ORDER]
-    steps = [(told, number % 11 == 5, 10_000_000) for number, told in enumerate(ORDER * 30)]
+    steps = [(told, number % 11 == 5, 10_000_000, 1_000) for number, told in enumerate(ORDER * 30)]
     note = share_rows({"runs": runs, "steps": steps})[0].note
     assert ": met; 95 % sure of -2.000 to 2.000 %, so that noise decided;" in note
 
