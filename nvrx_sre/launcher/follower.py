@@ -170,7 +170,7 @@ class _Membership:
         self._stop: c.Stop | None = None
         self._ended = ""
         self._selector = selectors.DefaultSelector()
-        self.node = Node(config, directory, clock, self._pass_on)
+        self.node = Node(config, directory, clock, self._pass_on, found.answer.epoch)
         self.node.leader_address = self._link.peer_address
         self.node.interface = chosen_interface(interface_of(self._link.local_address))
         self.node.traceparent = lambda: found.answer.traceparent
@@ -239,6 +239,7 @@ class _Membership:
         named = devices_of_node(node, self._nproc, uuids)
         devices = {rank: named[index] for rank, index in self.node.places().items()}
         telemetry.board.set_places(node, devices, pod_name(parent_environment()))
+        telemetry.note_channel(self.node.num_unsent, self._watch.intake.num_bad_packets)
         slots = self.node.slots.files().values()
         sampler.tell_ranks(self._readings.of_ranks(self.node.pids()), sum(file.size_bytes for file in slots))
 

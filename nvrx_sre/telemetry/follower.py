@@ -40,9 +40,10 @@ class FollowerTelemetry:
         self._turned_ns = clock.monotonic_ns()
         self.boundary = Boundary(clock)
         self.board = NodeBoard(mode)
+        self._channel = self._channel_before = (0, 0)
         sources = MetricSources(
-            dropped=self.boundary.num_dropped,
-            errors=self.boundary.num_errors,
+            dropped=self._num_dropped,
+            errors=self._num_errors,
             fill=self._fill,
             exports=self._exports,
         )
@@ -59,6 +60,29 @@ class FollowerTelemetry:
         """The launcher's loop turned: feeds the heartbeat series and `/healthz`."""
         self._turned_ns = self._clock.monotonic_ns()
         self.boundary.call(Component.METRICS, self._metrics.loop_turned, self._clock.wall_ns())
+
+    def note_channel(self, num_unsent: int, num_bad: int) -> None:
+        """Messages to children that found no room, and what they sent that was none. With each membership of the run
+        both begin at 0 again, and what was counted before stays.
+        """
+        losses = num_unsent, num_bad
+        if any(now < last for now, last in zip(losses, self._channel, strict=True)):
+            self._channel_before = self._channel_losses()
+        self._channel = losses
+
+    def _channel_losses(self) -> tuple[int, int]:
+        (unsent, bad), (unsent_before, bad_before) = self._channel, self._channel_before
+        return unsent + unsent_before, bad + bad_before
+
+    def _num_dropped(self) -> dict[Component, int]:
+        counts = self.boundary.num_dropped()
+        counts[Component.CHANNEL] += self._channel_losses()[0]
+        return counts
+
+    def _num_errors(self) -> dict[Component, int]:
+        counts = self.boundary.num_errors()
+        counts[Component.CHANNEL] += self._channel_losses()[1]
+        return counts
 
     def close(self) -> None:
         """Stop the endpoint. Never raises."""

@@ -68,6 +68,29 @@ def test_a_follower_exports_its_node_and_nothing_of_the_job() -> None:
     assert (place.labels["rank"], place.labels["node"]) == ("2", "b")
 
 
+def test_a_follower_counts_what_is_lost_between_it_and_its_children() -> None:
+    """As a leader does; another membership of the run begins at 0, the counters of the launcher go on."""
+    at = (LOOPBACK, None)
+    telemetry = FollowerTelemetry("run", Limits(), ManualClock(), at, EndpointSecurity(), RankMetrics.ALL)
+
+    def lost() -> list[float]:
+        samples = [sample for family in telemetry._metrics.collect() for sample in family.samples]
+        names = (catalog.TELEMETRY_DROPPED.name, catalog.TELEMETRY_ERRORS.name)
+        return [
+            next(item.value for item in samples if item.name == name and item.labels["component"] == "channel")
+            for name in names
+        ]
+
+    try:
+        seen = []
+        for losses in ((0, 0), (3, 1), (5, 1), (0, 0), (1, 2)):
+            telemetry.note_channel(*losses)
+            seen.append(lost())
+    finally:
+        telemetry.close()
+    assert seen == [[0, 0], [3, 1], [5, 1], [5, 1], [6, 3]]
+
+
 def test_slots_are_held_for_the_ranks_of_the_node() -> None:
     """A node's share of a save begins at its first rank, which need not be 0."""
     slots = HotSlots("run", 2, num_ranks=2)
