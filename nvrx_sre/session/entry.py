@@ -16,7 +16,12 @@ from nvrx_sre.core import processes
 from nvrx_sre.core.errors import RestartAborted, UserError
 from nvrx_sre.events import messages as wire
 from nvrx_sre.session.context import Context
-from nvrx_sre.session.environment import rank_variable_read, set_rank_variables, stop_watching_rank_variables
+from nvrx_sre.session.environment import (
+    own_device_index,
+    rank_variable_read,
+    set_rank_variables,
+    stop_watching_rank_variables,
+)
 from nvrx_sre.session.process import RankProcess, current
 from nvrx_sre.session.unmanaged import UnmanagedContext
 from nvrx_sre.telemetry import context as ambient
@@ -64,7 +69,7 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
     read = rank_variable_read()
     stop_watching_rank_variables()
     restarter, spare = Restarter(process.control, ProcessGroups()), Spare()
-    warm_up(restarter.groups)
+    warm_up(restarter.groups, own_device_index())
     try:
         assign = _park(process, read, lambda wanted: rehearse_newest(restarter.groups, process, wanted))
     except RestartAborted:

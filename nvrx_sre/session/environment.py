@@ -35,6 +35,11 @@ def enter(environment: Mapping[str, str]) -> ChildSettings:
     return settings
 
 
+def own_device_index() -> int:
+    """The device that a worker was started for; the first one in a standby, which has none yet."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def set_rank_variables(assign: wire.Assign, go: wire.Go, traceparent: str) -> None:
     """Give user code the variables it knows from torchrun, once the rank is known, and its generation's span.
 

@@ -41,8 +41,9 @@ MODELS: dict[str, ModelShape] = {
     "tiny": ModelShape(dim=128, num_layers=3, num_heads=4, hidden_dim=352, learning_rate=1.5e-3),
     "small": ModelShape(dim=384, num_layers=6, num_heads=6, hidden_dim=1024, learning_rate=1e-3),
     "base": ModelShape(dim=1024, num_layers=16, num_heads=16, hidden_dim=2816, learning_rate=6e-4),
+    "large": ModelShape(dim=2048, num_layers=36, num_heads=16, hidden_dim=5760, learning_rate=3e-4),
 }
-"""tiny: 0.67 M parameters, for two shared CPU cores; small: 11 M; base: 206 M, for GPUs."""
+"""tiny: 0.67 M parameters, for two shared CPU cores; small: 11 M; base: 206 M and large: 1.88 B, for GPUs."""
 
 _IDENTITY = ("model", "seed", "grad_accum", "batch_size", "seq_len", "learning_rate", "warmup_steps", "decay_steps")
 _AT_LEAST = {
