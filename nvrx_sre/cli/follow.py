@@ -28,7 +28,7 @@ class RankOutput:
         self._thread = threading.Thread(target=self._follow, name="nvrx-rank-output", daemon=True)
 
     def __enter__(self) -> RankOutput:
-        # Output of an earlier start of the run was shown then, and a process of this start may go on with its file.
+        # Output of an earlier start of the run was shown then; the link still leads to it.
         for log in self._link.parent.glob("*.log"):
             if log.exists():
                 self._offsets[os.path.realpath(log)] = log.stat().st_size

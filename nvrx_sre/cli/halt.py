@@ -2,19 +2,26 @@
 
 Model: a halt is a file in the run directory; a live launcher reads it within a second, drains and exits 93, and
 none starts while it lies there. Resuming refills the budgets in a record and removes the file.
+
+Both say what came of it in one line. Asking for what is so already changes nothing (exit 0); a run that has finished
+can be neither halted nor resumed, one that runs cannot be resumed (exit 78).
 """
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import click
 
-from nvrx_sre.core.errors import UserError
+from nvrx_sre.core.clock import SystemClock
+from nvrx_sre.core.errors import ExitCode, RunDirectoryBusy, UserError
 from nvrx_sre.core.identity import RUN_FILE, recorded_run
 from nvrx_sre.events.schema import HaltReason
+from nvrx_sre.goodput.verdict import RunState
 from nvrx_sre.launcher.reset import reset_budgets
 from nvrx_sre.launcher.rundir import RunDirectory
+from nvrx_sre.telemetry.archive import FollowedRun
 
 _RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path), metavar="RUN_DIR")
 _REASON = click.option("--reason", required=True, metavar="TEXT", help="Why; it is recorded.")
@@ -26,9 +33,26 @@ _REASON = click.option("--reason", required=True, metavar="TEXT", help="Why; it 
 def halt(run_dir: Path, reason: str) -> int:
     """Ask a run to save its state, stop, and stay stopped (exit 93)."""
     directory, name = existing_run(run_dir)
+    click.echo(_halt(directory, name, reason))
+    return ExitCode.FINISHED
+
+
+def _halt(directory: RunDirectory, name: str, reason: str) -> str:
+    """Ask for a halt unless there is nothing to ask for; what to say."""
+    request, state = directory.halt_request(), _state(directory, name)
+    if request is not None:
+        return f"run {name} is halted already (by {request[1]}: {request[0]}): nothing was changed"
+    if state is RunState.FINISHED:
+        raise UserError(f"run {name} has finished: there is nothing to halt")
+    if state is RunState.HALTED:
+        return f"run {name} was stopped for good already (exit {ExitCode.DO_NOT_RESTART}): nothing was changed"
     directory.request_halt(reason, HaltReason.OPERATOR)
-    click.echo(f"halt of run {name} requested")
-    return 0
+    if directory.live_launcher() is not None:
+        return f"halt of run {name} requested: its launcher saves, stops and exits {ExitCode.DO_NOT_RESTART}"
+    holder = directory.newest_holder().get("node", socket.gethostname())
+    if holder != socket.gethostname() and state not in (RunState.PREEMPTED, RunState.FAILED):
+        return f"halt of run {name} requested: its launcher on {holder}, if it lives, reads it within a second"
+    return f"halt of run {name} requested: it is not running, and does not start again until it is resumed"
 
 
 @click.command("resume")
@@ -37,9 +61,33 @@ def halt(run_dir: Path, reason: str) -> int:
 def resume(run_dir: Path, reason: str) -> int:
     """Lift a halt and refill retry budgets: a run may start again."""
     directory, name = existing_run(run_dir)
+    click.echo(_resume(directory, name, reason))
+    return ExitCode.FINISHED
+
+
+def _resume(directory: RunDirectory, name: str, reason: str) -> str:
+    """Lift the halt and refill the budgets; what to say."""
+    is_halted, state, pid = directory.halt.exists(), _state(directory, name), directory.live_launcher()
+    if pid is not None:
+        why = (
+            "is being halted: resume it when that has ended" if is_halted else "is running: there is nothing to resume"
+        )
+        raise RunDirectoryBusy(f"run {name} {why} (launcher process {pid})")
+    if state is RunState.FINISHED and not is_halted:
+        raise UserError(f"run {name} has finished: there is nothing to resume")
     reset_budgets(directory, name, reason)
-    click.echo(f"run {name} may be started again")
-    return 0
+    if is_halted or state is RunState.HALTED:
+        return f"run {name} may be started again: its halt is lifted and its budgets are full"
+    return f"run {name} was not halted: its budgets are full again"
+
+
+def _state(directory: RunDirectory, name: str) -> RunState | None:
+    """State of the run as of its last record, None before any."""
+    if not directory.journal.is_dir():
+        return None
+    run = FollowedRun(name, directory.path, SystemClock())
+    run.refresh()
+    return run.state if run.last_ns else None
 
 
 def existing_run(run_dir: Path) -> tuple[RunDirectory, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -119,7 +120,34 @@ def _usage_line(error: click.ClickException) -> str:
     source = context.get_parameter_source(str(parameter.name)) if parameter is not None else None
     is_of_file = source is click.core.ParameterSource.DEFAULT_MAP
     place = f"{context.meta[FILE_KEY]}: " if is_of_file else ""
-    return f"{place}{error.format_message()} (see '{context.command_path} --help')"
+    message = (_range_line(error) if isinstance(error, click.BadParameter) else "") or error.format_message()
+    return f"{place}{message} (see '{context.command_path} --help')"
+
+
+def _range_line(error: click.BadParameter) -> str:
+    """What may stand there, '' if a range is not what the value offends: click says 'not a valid integer range'."""
+    parameter = error.param
+    wanted = None if parameter is None else parameter.type
+    if not isinstance(wanted, (click.IntRange, click.FloatRange)):
+        return ""
+    value = _OFFENDER.match(error.message)
+    if parameter is None or value is None:
+        return ""
+    name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name.strip("[].")
+    number = "a whole number" if isinstance(wanted, click.IntRange) else "a number"
+    return f"{name} is {value[1]}: use {number}{_bounds(wanted)}"
+
+
+_OFFENDER = re.compile(r"(.+?) is not (?:in the range|a valid) ")
+"""How click says which value it does not take."""
+
+
+def _bounds(wanted: click.IntRange | click.FloatRange) -> str:
+    least, most = wanted.min, wanted.max
+    if least is None or most is None or wanted.min_open or wanted.max_open:
+        above = "" if least is None else f" above {least:.12g}" if wanted.min_open else f" of {least:.12g} or more"
+        return above + ("" if most is None else f" below {most:.12g}" if wanted.max_open else f" up to {most:.12g}")
+    return f" from {least:.12g} to {most:.12g}"
 
 
 def _say(message: str) -> None:

@@ -43,7 +43,7 @@ class Effects:
     def __init__(
         self, config: RunConfig, directory: RunDirectory, clock: Clock, epoch: int, emit: EmitEvent, put: PutInput
     ) -> None:
-        self.node = Node(config, directory, clock, put)
+        self.node = Node(config, directory, clock, put, epoch)
         self.node.on_allocated = lambda event, generation: emit(event, generation, None)
         self.link: LeaderLink | None = None
         """The other nodes, None where there is only this one."""

@@ -49,7 +49,7 @@ PutInput = Callable[[c.Input], None]
 class Node:
     """Children, slots and writer of this node."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, clock: Clock, put: PutInput) -> None:
+    def __init__(self, config: RunConfig, directory: RunDirectory, clock: Clock, put: PutInput, epoch: int) -> None:
         self.children: dict[int, process.Child] = {}
         self.slots = HotSlots(config.run, config.hot_slots, config.nproc)
         self.stacks = StackKeeper(directory.incidents, Redactor.from_environment(parent_environment()), Boundary(clock))
@@ -66,6 +66,7 @@ class Node:
         self._directory = directory
         self._clock = clock
         self._put = put
+        self._epoch = epoch
         self._generation = 0
         self._recorded: dict[int, int] = {}
         """What was written of the children last."""
@@ -172,7 +173,8 @@ class Node:
 
     def _spawn(self, command: c.Spawn) -> None:
         name = command.role if command.rank is None else f"rank-{command.rank:05d}"
-        log = self._directory.logs / f"{name}-attempt-{command.attempt:04d}-{command.child}.log"
+        # Attempts and children are counted anew by each leader: its epoch keeps their logs apart.
+        log = self._directory.logs / f"{name}-epoch-{self._epoch:04d}-attempt-{command.attempt:04d}-{command.child}.log"
         try:
             stacks = None if command.role is Role.WRITER else self.stacks.open(command.child, command.rank)
             child, theirs, output = process.prepare(command.child, command.role, log)

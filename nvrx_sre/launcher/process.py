@@ -40,8 +40,6 @@ class Child:
     channel: Channel
     ring: StepRing | None
     log: Path
-    log_from_bytes: int = 0
-    """Size of the log before the child: an earlier launcher of the run may have had a child of that name."""
     pid: int = 0
     """0 until it was started."""
     start_ticks: int = 0
@@ -130,7 +128,7 @@ class Child:
     def tail(self) -> str:
         """End of the child's output."""
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
-            file.seek(max(self.log_from_bytes, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             return file.read().decode(errors="replace")
         return ""
 
@@ -151,6 +149,4 @@ def prepare(number: int, role: Role, log: Path) -> tuple[Child, Channel, int]:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE_MODE)
         made.pop_all()
     ours.socket.setblocking(False)
-    from_bytes = os.fstat(output).st_size
-    child = Child(number=number, role=role, channel=ours, ring=ring, log=log, log_from_bytes=from_bytes)
-    return child, theirs, output
+    return Child(number=number, role=role, channel=ours, ring=ring, log=log), theirs, output

@@ -20,7 +20,8 @@ def reset_budgets(directory: RunDirectory, run: str, reason: str) -> None:
     """
     epoch = directory.take_epoch()
     journal.repair(directory.journal)
-    generation = max((record.generation for record in journal.read_journal(directory.journal)), default=0)
+    known = journal.read_journal(directory.journal) if directory.journal.is_dir() else ()
+    generation = max((record.generation for record in known), default=0)
     writer = journal.JournalWriter(directory.journal, run, epoch.number, limits=TelemetryLimits())
     record = Record(
         run=run,

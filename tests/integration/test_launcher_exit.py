@@ -126,7 +126,10 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
 
 
 def test_preemption_flushes_the_newest_step(tmp_path: Path) -> None:
-    """SIGTERM: exit 143, the newest common hot step is durable, and the next start goes on from it."""
+    """SIGTERM: exit 143, the newest common hot step is durable, and the next start goes on from it.
+
+    What the ranks print goes to logs of the new launcher's own: those of the first one stay as they were.
+    """
     run_dir = tmp_path / "exit-preempted"
     popen = start(train_arguments(run_dir, *LONG, "--save-every", "100000"))
     wait_for(run_dir, popen, has_steps)
@@ -135,12 +138,24 @@ def test_preemption_flushes_the_newest_step(tmp_path: Path) -> None:
     assert ended.exit_code == 143, ended.explain()
     verified = [event.step for _, event in ended.events(SaveVerified)]
     assert verified and verified[-1] >= 12, ended.explain()
+    before = rank_logs(run_dir)
     again = train(
         run_dir, "--nproc", "2", "--standbys", "0", "--steps", str(verified[-1] + 2), "--save-every", "100000"
     )
     assert again.exit_code == 0, again.explain()
+    after = rank_logs(run_dir)
+    assert {name: after[name] for name in before} == before
+    assert {name.split("-attempt-")[0] for name in after.keys() - before.keys()} == {
+        f"rank-{rank:05d}-epoch-0002" for rank in (0, 1)
+    }
     restored = [event for record, event in again.events(StateRestored) if record.epoch == 2]
     assert [(event.step, event.source) for event in restored] == [(verified[-1], RestoredFrom.DURABLE)]
+
+
+def rank_logs(run_dir: Path) -> dict[str, tuple[int, int]]:
+    """Logs of ranks: name -> size and time of the last write. Links to the newest are left out."""
+    logs = [path for path in (run_dir / "logs").glob("rank-*.log") if not path.is_symlink()]
+    return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in logs}
 
 
 def test_c01_c43_a_launcher_killed_in_mid_save(tmp_path: Path) -> None:

@@ -69,7 +69,26 @@ def test_a_value_of_a_file_is_refused_with_its_name(tmp_path: Path, capsys: pyte
     file = tmp_path / "run.toml"
     file.write_text('[train]\nsteps = "x"\n')
     assert entry.main(["train", "--config", str(file)]) == ExitCode.USAGE
-    assert f"nvrx-sre: {file}: Invalid value for '--steps'" in capsys.readouterr().err
+    assert f"nvrx-sre: {file}: --steps is 'x': use a whole number of 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["simulate", "--ranks", "20000"], "--ranks is 20000: use a whole number from 1 to 16384 ("),
+        (["simulate", "--ranks", "many"], "--ranks is 'many': use a whole number from 1 to 16384 ("),
+        (["train", "--nproc", "0"], "--nproc is 0: use a whole number of 1 or more ("),
+        (["exporter", "runs", "--keep-hours", "0"], "--keep-hours is 0.0: use a number above 0 ("),
+        (["checkpoint", "verify", "runs", "x"], "STEP is 'x': use a whole number of 0 or more ("),
+    ],
+)
+def test_a_number_out_of_its_range_is_told_the_range(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line: the option, what was given, what may be given."""
+    assert entry.main(arguments) == ExitCode.USAGE
+    told = capsys.readouterr().err
+    assert says in told and told.count("\n") == 1 and "integer range" not in told
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def test_go_for_a_rank_that_has_died_reaches_its_peer(tmp_path: Path) -> None:
     """It died after the last rank was ready, in the same look: its death is told right after."""
     (tmp_path / "logs").mkdir()
     config = RunConfig(run="r", run_dir=tmp_path, command=("x.py",), nproc=2, min_world_size=2)
-    node = Node(config, RunDirectory(tmp_path), SystemClock(), lambda item: None)
+    node = Node(config, RunDirectory(tmp_path), SystemClock(), lambda item: None, 1)
     pairs = {number: create_pair() for number in (DEAD, ALIVE)}
     for rank, (number, (ours, _)) in enumerate(pairs.items()):
         child: Any = SimpleNamespace(

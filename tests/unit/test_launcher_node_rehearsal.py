@@ -25,7 +25,7 @@ def standby(tmp_path: Path) -> Iterator[tuple[Node, Channel]]:
     """A node with one standby, and that standby's end of its channel."""
     config = RunConfig(run="r", run_dir=tmp_path, command=("x.py",), nproc=1, min_world_size=1)
     (tmp_path / "logs").mkdir()
-    node = Node(config, RunDirectory(tmp_path), SystemClock(), lambda item: None)
+    node = Node(config, RunDirectory(tmp_path), SystemClock(), lambda item: None, 1)
     ours, theirs = create_pair()
     child: Any = SimpleNamespace(
         number=STANDBY, role=Role.STANDBY, channel=ours, log=tmp_path / "x.log", pid=0, close=ours.close

@@ -9,13 +9,12 @@ from nvrx_sre.events.schema import Role
 from nvrx_sre.launcher import process
 
 
-def test_the_last_line_is_not_that_of_an_earlier_launchers_child(tmp_path: Path) -> None:
-    """A second launcher of a run appends to a log of the same name: a child that printed nothing said nothing."""
-    log = tmp_path / "rank-00000-attempt-0000-1.log"
-    log.write_text("ValueError: since fixed\n")
+def test_the_last_line_is_the_childs_own(tmp_path: Path) -> None:
+    """A child that printed nothing said nothing; then it is the last line that is not empty."""
+    log = tmp_path / "rank-00000-epoch-0001-attempt-0000-1.log"
     child, theirs, output = process.prepare(1, Role.WORKER, log)
     before = child.last_line()
-    os.write(output, b"Killed\n")
+    os.write(output, b"one\nKilled\n\n")
     after = child.last_line()
     for end in (child, theirs):
         end.close()
