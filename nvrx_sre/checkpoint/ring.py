@@ -4,7 +4,8 @@
     ring             memory of the device for all pieces, which makes a *snapshot*, or for a few that take turns
 
     capture   `Drain`   gather lane: tensors -> ring, its sums     drain lane: ring -> slot
-    restore   `fill`    fetch lane: slot -> ring                   the usual stream: its sums, ring -> tensors
+    restore   `fill`    drain lane: slot -> ring                   the usual stream: its sums, ring -> tensors
+              `fetch_ahead` does the first half before there are tensors
 
 A lane is a stream of its own; on the CPU, where tests run this, everything happens at once. The host only queues all
 of it. Of the bytes the device makes one sum a block while it has them (`slots.block_sums`): the digest of what is
@@ -18,22 +19,19 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nvrx_sre.checkpoint.layout import Layout
-from nvrx_sre.checkpoint.slots import BLOCK_BYTES, SlotFile, SlotHeader
+from nvrx_sre.checkpoint.routes import PIECE_BYTES, Route, local_of, num_blocks, pieces_of, places_of, routes_of
+from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 
-PIECE_BYTES = 256 << 20
-"""A multiple of `BLOCK_BYTES`. Large enough that what is queued for each costs nothing."""
-PIECES_MIN = 4
-"""Without a snapshot: some are filled while the others are emptied."""
+PIECES_MIN = 2
+"""Without a snapshot: one is filled while the other is emptied."""
 ROOM_BYTES = 2 << 30
 """What a snapshot leaves free on the device for whatever else a step may come to need."""
-WORD_BYTES = 8
 
 
 class Mark:
@@ -69,46 +67,6 @@ class Lane:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """A part of one tensor that lies in a piece: elements `start` to `end` of it, at a byte of the piece."""
-
-    index: int
-    start: int
-    end: int
-    offset_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """Bytes `start` to `end` of the data area, and which parts of tensors they are."""
-
-    start: int
-    end: int
-    cuts: tuple[Cut, ...]
-
-
-def pieces_of(layout: Layout, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
-    """The data area of a layout in pieces; `Cut.index` counts its items. Pure."""
-    cuts: dict[int, list[Cut]] = {}
-    for index, item in enumerate(layout.items):
-        itemsize: int = getattr(torch, item.dtype).itemsize
-        start, end = item.offset_bytes, item.offset_bytes + item.size_bytes
-        while start < end:
-            piece = start // piece_bytes
-            until = min(end, (piece + 1) * piece_bytes)
-            first = (start - item.offset_bytes) // itemsize
-            last = (until - item.offset_bytes) // itemsize
-            offset_bytes = start - piece * piece_bytes
-            cuts.setdefault(piece, []).append(Cut(index=index, start=first, end=last, offset_bytes=offset_bytes))
-            start = until
-    total = layout.data_bytes
-    return [
-        Piece(start=start, end=min(total, start + piece_bytes), cuts=tuple(cuts.get(start // piece_bytes, ())))
-        for start in range(0, total, piece_bytes)
-    ]
-
-
 def snapshot_fits(data_bytes: int, free_bytes: int, num_out_of_memory: int) -> bool:
     """True if a device with so much free memory has room for a snapshot. Pure.
 
@@ -125,6 +83,10 @@ class Ring:
         self.piece_bytes = piece_bytes
         self.is_snapshot: bool | None = None
         """All pieces fit at once; None until that is known."""
+        self.fetched: _Fetched | None = None
+        """What `fetch_ahead` has begun and `fill` has not taken."""
+        self.used: dict[int, Mark] = {}
+        """Of a restore: when each place is free again."""
         self._memory: torch.Tensor | None = None
         self.gather, self.drain = Lane(device), Lane(device)
 
@@ -133,6 +95,12 @@ class Ring:
         if self.is_snapshot is None:
             self.is_snapshot = self.device.type == "cpu" or snapshot_fits(data_bytes, *_memory_of(self.device))
         return self.is_snapshot
+
+    def can_fetch(self, data_bytes: int) -> bool:
+        """True if a whole state fits the ring beside the state itself, of which nothing may be there yet."""
+        if self.is_snapshot is not None or self.device.type == "cpu":
+            return self.choose(data_bytes)
+        return snapshot_fits(2 * data_bytes, *_memory_of(self.device))
 
     def for_capture(self, data_bytes: int) -> torch.Tensor:
         """Memory for all pieces or for a few, as was chosen; the same at every call until `release`.
@@ -158,7 +126,7 @@ class Ring:
 
     def release(self) -> None:
         """The generation is over; torch keeps the memory for the next one, which asks for as much."""
-        self._memory = None
+        self._memory = self.fetched = None
 
 
 def _memory_of(device: torch.device) -> tuple[int, int]:
@@ -167,96 +135,64 @@ def _memory_of(device: torch.device) -> tuple[int, int]:
     return free_bytes, torch.cuda.memory_stats(device)["num_ooms"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Route:
-    """How a piece gets into its place in the ring, or out of it: views on both sides, one list for each number type."""
-
-    piece: Piece
-    place: torch.Tensor
-    in_ring: tuple[list[torch.Tensor], ...]
-    in_tensors: tuple[list[torch.Tensor], ...]
-
-    def gather(self) -> None:
-        for mine, theirs in zip(self.in_ring, self.in_tensors, strict=True):
-            torch._foreach_copy_(mine, theirs)
-
-    def scatter(self) -> None:
-        for mine, theirs in zip(self.in_ring, self.in_tensors, strict=True):
-            torch._foreach_copy_(theirs, mine)
-
-    def add_up(self, sums: torch.Tensor) -> None:
-        """Sums of its blocks into their places among all."""
-        first = self.piece.start // BLOCK_BYTES
-        words = self.place.view(torch.int64)
-        num_whole = words.numel() * WORD_BYTES // BLOCK_BYTES
-        whole = words[: num_whole * (BLOCK_BYTES // WORD_BYTES)]
-        if num_whole:
-            blocks = whole.view(num_whole, BLOCK_BYTES // WORD_BYTES)
-            torch.sum(blocks, dim=1, out=sums[first : first + num_whole])
-        if whole.numel() < words.numel():
-            torch.sum(words[whole.numel() :].view(1, -1), dim=1, out=sums[first + num_whole :][:1])
-
-
-def _routes(pieces: Sequence[Piece], places: Sequence[torch.Tensor], flat: Mapping[int, torch.Tensor]) -> list[_Route]:
-    """Routes of all pieces between their places and those tensors, flat, that are there."""
-    routes = []
-    for piece, place in zip(pieces, places, strict=True):
-        by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for cut in piece.cuts:
-            tensor = flat.get(cut.index)
-            if tensor is None:
-                continue
-            part = tensor[cut.start : cut.end]
-            size_bytes = part.numel() * part.element_size()
-            mine, theirs = by_type.setdefault(part.dtype, ([], []))
-            mine.append(place[cut.offset_bytes : cut.offset_bytes + size_bytes].view(part.dtype))
-            theirs.append(part)
-        lists = by_type.values()
-        in_ring, in_tensors = tuple(mine for mine, _ in lists), tuple(theirs for _, theirs in lists)
-        routes.append(_Route(piece=piece, place=place, in_ring=in_ring, in_tensors=in_tensors))
-    return routes
-
-
-def _places(memory: torch.Tensor, pieces: Sequence[Piece], piece_bytes: int) -> list[torch.Tensor]:
-    """Where each piece lies in the ring while it is there."""
-    depth = max(1, -(-memory.numel() // piece_bytes))
-    return [memory[number % depth * piece_bytes :][: piece.end - piece.start] for number, piece in enumerate(pieces)]
-
-
 class Drain:
-    """One capture, queued: from the tensors through the ring to the slot, and the sums of its blocks to the host."""
+    """One capture, on its way from the tensors through the ring to the slot, with the sums of its blocks.
 
-    def __init__(self, ring: Ring, slot_file: SlotFile, slot: int, routes: Sequence[_Route], num_bytes: int) -> None:
+    Where all pieces fit the ring they are only gathered at first; `wait` queues the rest, in the thread that it blocks.
+    Else pieces take turns, and all is queued at once.
+    """
+
+    def __init__(self, ring: Ring, slot_file: SlotFile, slot: int, routes: Sequence[Route], num_bytes: int) -> None:
         """Does not block where the slot's pages are locked."""
-        area = torch.frombuffer(slot_file.data(slot), dtype=torch.uint8)
+        self._ring = ring
+        self._slot_file, self._slot = slot_file, slot
         self._sums = torch.empty(num_blocks(num_bytes), dtype=torch.int64, device=ring.device)
+        self._left: list[Route] = []
+        self._emptied: dict[int, Mark] = {}
         boundary = Mark(ring.device)
-        self.gathered = boundary
-        emptied: dict[int, Mark] = {}
+        with ring.drain.open():
+            before = Mark(ring.device)  # what was fetched and not wanted may still be on its way into the ring
         with ring.gather.open():
             boundary.hold_back()
+            before.hold_back()
+            self.gathered = Mark(ring.device)
+        takes_turns = len({route.place.data_ptr() for route in routes}) < len(routes)
         for route in routes:
-            piece, place = route.piece, route.place
             with ring.gather.open():
-                if place.data_ptr() in emptied:
-                    emptied[place.data_ptr()].hold_back()
+                if takes_turns and route.place.data_ptr() in self._emptied:
+                    self._emptied[route.place.data_ptr()].hold_back()
                 route.gather()
-                route.add_up(self._sums)
+                if takes_turns:
+                    self.gathered = Mark(ring.device)
+            if takes_turns:
+                self._empty(route)
+        if not takes_turns:
+            with ring.gather.open():
                 self.gathered = Mark(ring.device)
-            with ring.drain.open():
-                self.gathered.hold_back()
-                for first, last in slot_file.cuts(slot, piece.start, piece.end):
-                    area[first:last].copy_(place[first - piece.start : last - piece.start], non_blocking=True)
-                emptied[place.data_ptr()] = Mark(ring.device)
-        self._on_host = torch.empty(self._sums.shape, dtype=torch.int64, pin_memory=ring.device.type == "cuda")
-        with ring.drain.open():
-            self._on_host.copy_(self._sums, non_blocking=True)
-            self._drained = Mark(ring.device)
+            self._left = list(routes)
 
+    def _empty(self, route: Route) -> None:
+        piece, place = route.piece, route.place
+        area = torch.frombuffer(self._slot_file.data(self._slot), dtype=torch.uint8)
+        with self._ring.drain.open():
+            self.gathered.hold_back()
+            route.add_up(self._sums)
+            for first, last in self._slot_file.cuts(self._slot, piece.start, piece.end):
+                area[first:last].copy_(place[first - piece.start : last - piece.start], non_blocking=True)
+            self._emptied[place.data_ptr()] = Mark(self._ring.device)
+
+    @torch.no_grad()
     def wait(self) -> bytes:
         """Block until the slot holds everything; the sums of its blocks."""
-        self._drained.wait()
-        return self._on_host.numpy().tobytes()
+        for route in self._left:
+            self._empty(route)
+        self._left = []
+        with self._ring.drain.open():
+            on_host = torch.empty(self._sums.shape, dtype=torch.int64, pin_memory=self._ring.device.type == "cuda")
+            on_host.copy_(self._sums, non_blocking=True)
+            drained = Mark(self._ring.device)
+        drained.wait()
+        return on_host.numpy().tobytes()
 
 
 class Gatherer:
@@ -266,7 +202,7 @@ class Gatherer:
         self.ring = ring
         self._layout: Layout | None = None
         self._tensors: list[torch.Tensor] = []
-        self._routes: list[_Route] = []
+        self._routes: list[Route] = []
         self._staged: dict[int, torch.Tensor] = {}
         self._memory_at = 0
 
@@ -288,7 +224,7 @@ class Gatherer:
         if not is_known or memory.data_ptr() != self._memory_at:
             pieces = pieces_of(layout, self.ring.piece_bytes)
             flat = {index: tensor.view(-1) for index, tensor in enumerate(taken)}
-            self._routes = _routes(pieces, _places(memory, pieces, self.ring.piece_bytes), flat)
+            self._routes = routes_of(pieces, places_of(memory, pieces, self.ring.piece_bytes), flat)
             self._layout, self._tensors, self._memory_at = layout, taken, memory.data_ptr()
         return Drain(self.ring, slot_file, slot, self._routes, layout.data_bytes)
 
@@ -304,6 +240,44 @@ class Gatherer:
         return staged.copy_(tensor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Fetched:
+    """A slot of which everything is in the ring, or on its way there."""
+
+    slot_file: SlotFile
+    slot: int
+    header: SlotHeader
+    memory: torch.Tensor
+    marks: Sequence[Mark]
+    """When each piece is there."""
+
+
+@torch.no_grad()
+def fetch_ahead(ring: Ring, slot_file: SlotFile, slot: int) -> None:
+    """Begin to fetch a sealed slot that is about to be restored, if the device has room for all of it. Does not block.
+
+    A restore takes it from the ring then, and finds it there: its group and its model are made meanwhile.
+    """
+    header = slot_file.header(slot)
+    if header is None or not header.is_summed or not slot_file.lock_piece_bytes:
+        return
+    if not ring.can_fetch(header.data_bytes):
+        return
+    memory = ring.for_capture(header.data_bytes)
+    if memory.numel() < header.data_bytes:
+        return
+    area = torch.frombuffer(slot_file.data(slot), dtype=torch.uint8)
+    ready, marks = Mark(ring.device), []
+    with ring.drain.open():
+        ready.hold_back()
+        for start in range(0, header.data_bytes, ring.piece_bytes):
+            end = min(header.data_bytes, start + ring.piece_bytes)
+            for first, last in slot_file.cuts(slot, start, end):
+                memory[first:last].copy_(area[first:last], non_blocking=True)
+            marks.append(Mark(ring.device))
+    ring.fetched = _Fetched(slot_file=slot_file, slot=slot, header=header, memory=memory, marks=marks)
+
+
 @torch.no_grad()
 def fill(
     ring: Ring, slot_file: SlotFile, slot: int, header: SlotHeader, layout: Layout, targets: Mapping[str, torch.Tensor]
@@ -315,40 +289,40 @@ def fill(
         local = None if target is None else local_of(target).detach()
         if local is not None and _can_fill(local, ring.device, item.size_bytes):
             flat[index] = local.view(-1)
-    area = torch.frombuffer(slot_file.data(slot), dtype=torch.uint8)
-    pieces = pieces_of(layout, ring.piece_bytes)
-    memory = ring.for_few(header.data_bytes)
     sums = torch.empty(num_blocks(layout.data_bytes), dtype=torch.int64, device=ring.device)
-    used: dict[int, Mark] = {}
+    fetched, ring.fetched = ring.fetched, None
+    is_ahead = fetched is not None and (fetched.slot_file, fetched.slot, fetched.header) == (slot_file, slot, header)
+    memory = fetched.memory if fetched is not None and is_ahead else ring.for_few(header.data_bytes)
+    pieces = pieces_of(layout, ring.piece_bytes)
+    routes = routes_of(pieces, places_of(memory, pieces, ring.piece_bytes), flat)
+    marks = fetched.marks if fetched is not None and is_ahead else _fetch(ring, slot_file, slot, routes)
+    for route, mark in zip(routes, marks, strict=True):
+        mark.hold_back()
+        route.add_up(sums)
+        route.scatter()
+        ring.used[route.place.data_ptr()] = Mark(ring.device)
+    ring.used.clear()
+    found = sums.cpu().numpy().tobytes()
+    return slot_file.digest_of_sums(slot, found, header.blob_bytes), {layout.items[index].fqn for index in flat}
+
+
+def _fetch(ring: Ring, slot_file: SlotFile, slot: int, routes: Sequence[Route]) -> Iterator[Mark]:
+    """Fetch piece after piece; each is in its place at its mark, and out of it once it was used (`Ring.used`)."""
+    area = torch.frombuffer(slot_file.data(slot), dtype=torch.uint8)
     ready = Mark(ring.device)
     with ring.drain.open():
         ready.hold_back()
-    for route in _routes(pieces, _places(memory, pieces, ring.piece_bytes), flat):
+    for route in routes:
         piece, place = route.piece, route.place
         with ring.drain.open():
-            if place.data_ptr() in used:
-                used[place.data_ptr()].hold_back()
+            if place.data_ptr() in ring.used:
+                ring.used[place.data_ptr()].hold_back()
             for first, last in slot_file.cuts(slot, piece.start, piece.end):
                 place[first - piece.start : last - piece.start].copy_(area[first:last], non_blocking=True)
-            fetched = Mark(ring.device)
-        fetched.hold_back()
-        route.add_up(sums)
-        route.scatter()
-        used[place.data_ptr()] = Mark(ring.device)
-    found = sums.cpu().numpy().tobytes()
-    return slot_file.digest_of_sums(slot, found, header.blob_bytes), {layout.items[index].fqn for index in flat}
+            mark = Mark(ring.device)
+        yield mark
 
 
 def _can_fill(local: torch.Tensor, device: torch.device, size_bytes: int) -> bool:
     is_same = local.numel() * local.element_size() == size_bytes and size_bytes > 0
     return local.device == device and local.is_contiguous() and is_same
-
-
-def num_blocks(num_bytes: int) -> int:
-    """Blocks of so many bytes, the last of which may be shorter."""
-    return -(-num_bytes // BLOCK_BYTES)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part. Call under no_grad: the local tensor itself then, not a view of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

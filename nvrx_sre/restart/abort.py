@@ -164,6 +164,15 @@ def _clear_sharding_caches() -> None:
             cache_clear()
 
 
+def collect_ahead() -> None:
+    """Collect most of the garbage while the monitor thread aborts NCCL's groups, which takes half a second.
+
+    gloo's are gone at once, and there is no time to be had.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has none
+        gc.collect()
+
+
 def reset_interpreter_state() -> None:
     """Undo what an interrupt in mid-step may leave behind: grad mode, autocast, garbage that pins the model."""
     torch.set_grad_enabled(True)

@@ -8,12 +8,38 @@ from __future__ import annotations
 
 import torch
 
+RESERVED_MAX_RATIO = 1.1
+
+
+class DeviceMemory:
+    """Whether torch has come to reserve more of the device from generation to generation.
+
+    Streams come from a pool in turn, so each generation has others, and memory that was freed on one is not given to
+    another: what torch keeps grows although nothing is in use.
+    """
+
+    def __init__(self) -> None:
+        self._first_bytes: int | None = None
+
+    def has_grown(self) -> bool:
+        """True if more is reserved than after the first generation, by more than a tenth. Call after a teardown."""
+        if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
+            return False
+        return self.is_above(torch.cuda.memory_reserved())
+
+    def is_above(self, reserved_bytes: int) -> bool:
+        """`has_grown` of so many reserved bytes."""
+        if self._first_bytes is None:
+            self._first_bytes = reserved_bytes
+        return reserved_bytes > RESERVED_MAX_RATIO * self._first_bytes
+
 
 def process_fitness(*, empties_cache: bool = False) -> str:
     """'' if the process can go on, else why not. Synchronises the device where CUDA is in use.
 
     `empties_cache`: give freed device memory back first. After an out-of-memory it lies in pieces of the sizes that the
-    failed generation asked for; else keeping it saves the next generation its allocations.
+    failed generation asked for, and some of it grows (`DeviceMemory`); else keeping it saves the next generation its
+    allocations.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
         return ""

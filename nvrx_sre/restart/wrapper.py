@@ -61,6 +61,7 @@ class Restarter:
         self.control = control
         self.groups = groups
         self.leftovers = Leftovers()
+        self._device_memory = health.DeviceMemory()
         control.groups = groups
         control.on_interrupt = self._keep_trace
 
@@ -144,6 +145,7 @@ class Restarter:
     def _tear_down(self, *, empties_cache: bool) -> str:
         """Leave the old generation for good; '' or why this process is unfit for another."""
         self.control.enter(Phase.TEARDOWN, tell=False)
+        abort.collect_ahead()
         self.groups.abort()
         wait_for_the_unwaited()
         self.groups.clear()
@@ -151,4 +153,5 @@ class Restarter:
         reason = self.leftovers.end()
         abort.reset_interpreter_state()
         stuck = self.groups.let_go()
+        empties_cache = empties_cache or self._device_memory.has_grown()
         return reason or stuck or health.process_fitness(empties_cache=empties_cache)

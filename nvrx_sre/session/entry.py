@@ -62,7 +62,7 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
     from nvrx_sre.checkpoint.spare import Spare
     from nvrx_sre.restart.abort import ProcessGroups
     from nvrx_sre.restart.wrapper import GenerationBody, Restarter
-    from nvrx_sre.session import restoring, saving  # noqa: F401  # DCP's imports belong before parking
+    from nvrx_sre.session import restoring  # DCP's imports belong before parking
     from nvrx_sre.session.rehearsal import rehearse_newest
     from nvrx_sre.session.warm import warm_up
 
@@ -83,6 +83,7 @@ def _run_managed(process: RankProcess, function: Callable[[Context], Any]) -> No
         traceparent = ambient.set_generation(go.generation)
         set_rank_variables(assign, go, traceparent)
         context = Context(process, assign, go, restarter, spare)
+        restoring.fetch_ahead(process, go, context.device)
         return GenerationBody(
             function=lambda: context.run(function), result=lambda: context.result, discard=context.discard
         )

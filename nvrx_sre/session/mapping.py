@@ -11,6 +11,7 @@ the thread is idle. Must not: touch a device before there are slots.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec
@@ -27,6 +28,7 @@ class Mapper:
         self.device_index = 0
         """Of this process: a rank's own; the first one before that is known, since any can lock for all."""
         self._has_said = False
+        self._hurries = threading.Event()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nvrx-slots")
         self.settle()
 
@@ -35,11 +37,13 @@ class Mapper:
         self._pool.submit(work, *args, **kwargs)
 
     def settle(self) -> None:
-        """Wait until everything that was put is done."""
+        """Wait until everything that was put is done. Somebody waits now: no more rests."""
+        self._hurries.set()
         self._pool.submit(lambda: None).result()
+        self._hurries.clear()
 
     def map(self, fd: int, data_bytes: int, blob_bytes: int) -> SlotFile:
-        """As `SlotFile.map`; where there is a device the pages are locked as well."""
+        """As `SlotFile.map`; where there is a device the pages are locked as well, with rests for the training."""
         slots = SlotFile.map(fd, data_bytes, blob_bytes)
         why = self._lock(slots)
         if why and not self._has_said:
@@ -55,4 +59,4 @@ class Mapper:
         from nvrx_sre.checkpoint import page_lock
 
         with torch.cuda.device(self.device_index):
-            return page_lock.lock(slots)
+            return page_lock.lock(slots, rest=self._hurries.wait)

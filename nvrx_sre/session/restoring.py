@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from nvrx_sre.checkpoint import supported
+from nvrx_sre.checkpoint import ring, supported
 from nvrx_sre.checkpoint.capture import Capturer
 from nvrx_sre.checkpoint.replicas import differing
 from nvrx_sre.checkpoint.restore import DurableCandidate, HotCandidate, Lap
@@ -97,6 +97,15 @@ def restore(
     if source is not RestoredFrom.FRESH:
         stand_ins.push()
     return step, source, RankSaver(process, tracked, go, rank, step)
+
+
+def fetch_ahead(process: RankProcess, go: wire.Go, device: torch.device) -> None:
+    """On a device: begin to fetch the state that will be restored, beside the forming of the group. Does not block."""
+    hot = next((entry for entry in go.candidates if entry["tier"] == Tier.HOT), None)
+    if device.type == "cuda" and hot is not None and process.slots is not None:
+        torch.cuda.set_device(device)
+        process.ring = process.ring or Ring(device)
+        ring.fetch_ahead(process.ring, process.slots, int(hot["slot"]))
 
 
 def _tell_no_hot_tier(process: RankProcess, go: wire.Go, text: str) -> None:

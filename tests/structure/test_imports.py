@@ -60,6 +60,7 @@ TORCH_MODULES = {
         "restore",
         "ring",
         "rng",
+        "routes",
         "save",
         "safetensors_file",
         "spare",

@@ -16,7 +16,8 @@ from nvrx_sre.checkpoint.capture import Capturer, parse_blob, slot_views
 from nvrx_sre.checkpoint.filling import DeviceFilling
 from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem, pack
 from nvrx_sre.checkpoint.restore import HotCandidate
-from nvrx_sre.checkpoint.ring import Ring, pieces_of, snapshot_fits
+from nvrx_sre.checkpoint.ring import Ring, fetch_ahead, snapshot_fits
+from nvrx_sre.checkpoint.routes import num_blocks, pieces_of, routes_of
 from nvrx_sre.checkpoint.slots import BLOCK_BYTES, SlotFile, block_sums
 from nvrx_sre.core.errors import CheckpointCorrupt
 
@@ -194,6 +195,46 @@ def test_interrupted_generation_seals_nothing(state: State) -> None:
     assert not filling.is_whole
 
 
+def test_fetched_ahead_is_what_is_restored(state: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way before there are tensors is taken from the ring; the slot is not read again."""
+    page_lock.lock(state.slots, Cuda())
+    state.capture(0, 1)
+    wanted = state.tensors()
+    state.step()
+    fetch_ahead(state.ring, state.slots, 0)
+    monkeypatch.setattr(ring, "_fetch", None)
+    candidate = state.candidate(0, 1)
+    candidate.check()
+    candidate.load()
+    assert same(state.tensors(), wanted)
+    assert state.ring.fetched is None
+
+
+def test_another_slot_than_was_fetched_is_read(state: State) -> None:
+    """The launcher's first candidate may be rejected by another rank: the next one is fetched as usual."""
+    page_lock.lock(state.slots, Cuda())
+    state.capture(0, 1)
+    wanted = state.tensors()
+    state.step()
+    state.capture(1, 2)
+    fetch_ahead(state.ring, state.slots, 1)
+    candidate = state.candidate(0, 1)
+    candidate.check()
+    candidate.load()
+    assert same(state.tensors(), wanted)
+
+
+def test_nothing_is_fetched_ahead_without_room_or_lock(state: State) -> None:
+    """From memory that is not locked the copy would block; without room for a snapshot it has nowhere to go."""
+    state.capture(0, 1)
+    fetch_ahead(state.ring, state.slots, 0)
+    assert state.ring.fetched is None
+    page_lock.lock(state.slots, Cuda())
+    state.ring.is_snapshot = False
+    fetch_ahead(state.ring, state.slots, 0)
+    assert state.ring.fetched is None
+
+
 def test_released_ring_captures_again(state: State) -> None:
     """A generation gives the memory back; the next one makes its own routes into new memory."""
     state.capture(0, 1)
@@ -261,10 +302,10 @@ def item(name: str, num_elements: int) -> LayoutItem:
 def test_sums_are_the_same_on_both_sides(num_bytes: int) -> None:
     """numpy's sums of a slot and torch's of the ring agree, overflow included."""
     content = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
-    sums = torch.empty(ring.num_blocks(num_bytes), dtype=torch.int64)
+    sums = torch.empty(num_blocks(num_bytes), dtype=torch.int64)
     layout = Layout((item("x", num_bytes // 4),))
     memory = [content[piece.start : piece.end] for piece in pieces_of(layout, PIECE)]
-    for route in ring._routes(pieces_of(layout, PIECE), memory, {}):
+    for route in routes_of(pieces_of(layout, PIECE), memory, {}):
         route.add_up(sums)
     assert sums.numpy().tobytes() == block_sums(memoryview(content.numpy()))
 
