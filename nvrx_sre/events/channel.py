@@ -17,7 +17,8 @@ import contextlib
 import os
 import socket
 
-from nvrx_sre.events.messages import MAX_PACKET_BYTES, Alive, Message, decode, encode
+from nvrx_sre.events.messages import Alive, Message
+from nvrx_sre.events.packets import MAX_PACKET_BYTES, decode, encode
 from nvrx_sre.events.step_ring import MARK_BYTES, StepRing, unmark
 
 SEND_BUFFER_BYTES = 1024 * 1024

@@ -28,6 +28,7 @@ from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import ExitCode, StorageError, UserError
 from nvrx_sre.core.rng import seeded
 from nvrx_sre.events import messages as wire
+from nvrx_sre.events import packets
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import link_codec
 from nvrx_sre.launcher.child_watch import ChildWatch
@@ -287,7 +288,7 @@ class _Membership:
         if isinstance(item.message, wire.Ready) and rank is not None:
             slots = self.node.slots.get(rank)
             self._send(link_codec.Headers(rank=rank, headers=() if slots is None else tuple(slots.headers())))
-        packet = link_codec.Packet(child=item.child, packet=wire.encode(item.message))
+        packet = link_codec.Packet(child=item.child, packet=packets.encode(item.message))
         if isinstance(item.message, wire.Alive):
             self._queue(packet)
             self._pace.sign_of_life(self._clock.monotonic_ns())

@@ -26,6 +26,7 @@ from nvrx_sre.core.clock import Clock, seconds, to_ns
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.limits import NodeLimits
 from nvrx_sre.events import messages as wire
+from nvrx_sre.events import packets
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import handshake, link_codec
 from nvrx_sre.launcher.handshake import Answer, Claims
@@ -307,7 +308,7 @@ class LeaderLink:
                 member.clock.observe(item.echo_ns, item.sent_ns, now_ns)
         elif isinstance(item, link_codec.Packet):
             if item.child in member.children:
-                message = _converted(wire.decode(item.packet), member.clock, now_ns)
+                message = _converted(packets.decode(item.packet), member.clock, now_ns)
                 self._put(c.FromChild(child=item.child, message=message))
         elif isinstance(item, link_codec.Headers):
             member.headers[item.rank] = item.headers

@@ -20,6 +20,7 @@ from typing import Any
 
 from nvrx_sre.checkpoint.slots import SlotHeader
 from nvrx_sre.events import messages as wire
+from nvrx_sre.events import packets
 from nvrx_sre.launcher import commands as c
 
 _BEAT = struct.Struct("<cQQ")
@@ -97,7 +98,7 @@ def decode(payload: bytes) -> Item:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, wire.Message):
-        return wire.encode(value).decode()
+        return packets.encode(value).decode()
     if isinstance(value, SlotHeader):
         return dataclasses.asdict(value) | {"digest": value.digest.hex()}
     if isinstance(value, tuple):
@@ -107,7 +108,7 @@ def _plain(value: Any) -> Any:
 
 def _restored(hint: Any, value: Any) -> Any:
     if hint is wire.Message:
-        return wire.decode(value.encode())
+        return packets.decode(value.encode())
     if typing.get_origin(hint) is tuple:
         return tuple(_header(item) if isinstance(item, dict) else item for item in value)
     if isinstance(hint, type) and issubclass(hint, StrEnum):

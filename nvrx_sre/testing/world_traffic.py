@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from nvrx_sre.checkpoint import agree
 from nvrx_sre.events import messages as wire
+from nvrx_sre.events import packets
 from nvrx_sre.events.schema import TeardownFinished
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import link_codec
@@ -42,7 +43,7 @@ class Traffic:
         """A child has said something."""
         if not self.measures_bytes or not child.host:
             return
-        self._count([Packet(child=child.number, packet=wire.encode(message))])
+        self._count([Packet(child=child.number, packet=packets.encode(message))])
         if isinstance(message, wire.Ready):
             rank = getattr(child, "rank", -1)
             if rank >= 0:

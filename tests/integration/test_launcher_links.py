@@ -15,6 +15,7 @@ import pytest
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.events import messages as wire
+from nvrx_sre.events import packets
 from nvrx_sre.events.schema import Role
 from nvrx_sre.launcher import commands as c
 from nvrx_sre.launcher import link_codec
@@ -100,7 +101,7 @@ def test_commands_and_facts_pass_in_order(leader: LeaderLoop, member: Link) -> N
     say(
         member,
         c.Spawned(child=5, pid=77, start_ticks=1),
-        Packet(child=5, packet=wire.encode(sealed)),
+        Packet(child=5, packet=packets.encode(sealed)),
         c.Exited(child=5, exit_code=3, signal=None, exited_ns=10**30 % 2**62, oom=False),
     )
     assert leader.expect(c.Spawned).pid == 77
@@ -139,7 +140,7 @@ def test_slots_of_a_rank_are_known_before_it_is_ready(leader: LeaderLoop, member
     """Headers come first on the same connection; they are void once the slots are dropped."""
     spawn(leader, 5)
     ready = wire.Ready(generation=2, fit=True, reason="", mono_ns=1)
-    say(member, Headers(rank=2, headers=(None, None)), Packet(child=5, packet=wire.encode(ready)))
+    say(member, Headers(rank=2, headers=(None, None)), Packet(child=5, packet=packets.encode(ready)))
     leader.expect(c.FromChild)
     assert leader.link.headers() == {2: (None, None)}
     leader.order(lambda: leader.link.apply(1, c.DropSlots(num_ranks=1, node=1)))

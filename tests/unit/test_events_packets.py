@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvrx_sre.events import messages as wire
+from nvrx_sre.events import packets
 from nvrx_sre.events.step_ring import StepRing, unmark
 
 _NUMBER = st.integers(0, 2**64 - 1)
@@ -43,8 +44,8 @@ HOT: st.SearchStrategy[wire.Message] = st.one_of(
 @given(HOT)
 def test_a_message_of_the_hot_path_comes_out_as_it_went_in(message: wire.Message) -> None:
     """Every field, in a packet that no JSON begins like; equal also as an object that was built the usual way."""
-    packet = wire.encode(message)
-    assert wire.decode(packet) == message
+    packet = packets.encode(message)
+    assert packets.decode(packet) == message
     assert packet[:1] in (b"S", b"A", b"L") and len(packet) < 128
 
 
@@ -52,7 +53,7 @@ def test_a_message_of_the_hot_path_comes_out_as_it_went_in(message: wire.Message
 def test_other_messages_travel_as_json(result: dict[str, Any]) -> None:
     """Also what only a person's script makes up."""
     message = wire.Finished(generation=3, step=7, result=result, mono_ns=9)
-    assert wire.decode(wire.encode(message)) == message
+    assert packets.decode(packets.encode(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -61,22 +62,22 @@ def test_other_messages_travel_as_json(result: dict[str, Any]) -> None:
 def test_anything_else_is_no_message(packet: bytes) -> None:
     """A cut packet, a foreign one, an unknown type or field: one error that the intake counts."""
     with pytest.raises(ValueError, match="not a message"):
-        wire.decode(packet)
+        packets.decode(packet)
 
 
 def test_a_message_that_fits_no_packet_is_refused() -> None:
     """Before it is sent: the other end would see half of it."""
     with pytest.raises(ValueError, match="Leave is"):
-        wire.encode(wire.Leave(reason="x" * wire.MAX_PACKET_BYTES))
+        packets.encode(wire.Leave(reason="x" * packets.MAX_PACKET_BYTES))
 
 
 def test_a_packet_says_how_many_steps_were_before_it() -> None:
     """One without that follows none; a cut one is no message."""
-    packet = wire.encode(wire.Leave())
+    packet = packets.encode(wire.Leave())
     ring = StepRing.create()
     assert unmark(packet) == (packet, 0) and unmark(ring.mark(packet)) == (packet, 0)
     ring.put((*(0,) * 13, 0.0))
     assert unmark(ring.mark(packet)) == (packet, 1)
     ring.close()
     with pytest.raises(ValueError, match="not a message"):
-        wire.decode(unmark(b"@cut")[0])
+        packets.decode(unmark(b"@cut")[0])
