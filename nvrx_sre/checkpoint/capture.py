@@ -29,8 +29,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from nvrx_sre.checkpoint import supported
 from nvrx_sre.checkpoint import tracked as tracking
 from nvrx_sre.checkpoint.filling import DeviceFilling, Filling, HostFilling
-from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem, canonical_hash, from_json, pack
-from nvrx_sre.checkpoint.ring import Gatherer, Ring, local_of
+from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem, from_text, pack, text_hash
+from nvrx_sre.checkpoint.ring import Gatherer, Ring
+from nvrx_sre.checkpoint.routes import local_of
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.checkpoint.tracked import Source
 from nvrx_sre.core.errors import InternalError, UserError
@@ -39,6 +40,8 @@ BLOB_BYTES_MIN = 64 * 1024
 """Smallest blob area. Small state grows (histories, positions), and new slots cost more than the room."""
 FROZEN_BYTES_MIN = 64 * 1024
 """Smaller frozen tensors are copied each time: a copy costs less than looking."""
+_BEFORE_LAYOUT, _BEFORE_STATE = '{"layout":', ',"state":'
+"""A blob: one JSON object of these two, in this order, the layout in its canonical form."""
 
 
 class Capturer:
@@ -113,7 +116,7 @@ class Capturer:
             self._set_layout(sources)
         self._sources = sources
         self._is_late = [_is_late(source, trained, self._late_device) for source in sources]
-        self._blob = f'{{"layout":{self._layout.json},"state":{json.dumps(state)}}}'.encode()
+        self._blob = f"{_BEFORE_LAYOUT}{self._layout.json}{_BEFORE_STATE}{json.dumps(state)}}}".encode()
 
     def required_bytes(self) -> tuple[int, int]:
         """(data, blob) bytes that a slot needs, with room for the blob to grow; stable while it fits that room."""
@@ -334,13 +337,16 @@ def open_blob(slot_file: SlotFile, slot: int, header: SlotHeader) -> tuple[Layou
 
     Raises `ValueError` if the layout is another.
     """
-    blob = json.loads(bytes(slot_file.blob(slot)[: header.blob_bytes]))
-    if not isinstance(blob, dict) or canonical_hash(blob.get("layout")) != header.layout_hash:
+    text = bytes(slot_file.blob(slot)[: header.blob_bytes]).decode()
+    # No string inside a layout holds this, since its quotes would be escaped.
+    head, _, tail = text.partition(_BEFORE_STATE)
+    layout_text = head.removeprefix(_BEFORE_LAYOUT)
+    if text_hash(layout_text) != header.layout_hash:
         raise ValueError("its layout is not the one it was sealed with")
-    parsed = from_json(blob["layout"])
+    parsed = from_text(layout_text)
     if parsed.data_bytes > header.data_bytes:
         raise ValueError("its layout does not fit its data")
-    state = blob.get("state")
+    state = json.loads(tail.removesuffix("}")) if tail.endswith("}") else None
     if not isinstance(state, dict):
         raise ValueError("it holds no small state")
     return parsed, state
@@ -349,10 +355,11 @@ def open_blob(slot_file: SlotFile, slot: int, header: SlotHeader) -> tuple[Layou
 def slot_views(slot_file: SlotFile, slot_index: int, layout: Layout) -> dict[str, torch.Tensor]:
     """fqn -> tensor over the slot's memory, no copy; each has a storage of exactly its own bytes."""
     data = slot_file.data(slot_index)
-    return {item.fqn: _view(data, item) for item in layout.items}
+    return {item.fqn: view(data, item) for item in layout.items}
 
 
-def _view(data: memoryview, item: LayoutItem) -> torch.Tensor:
+def view(data: memoryview, item: LayoutItem) -> torch.Tensor:
+    """Tensor over the memory of one item, no copy. `data`: of its slot."""
     dtype = getattr(torch, item.dtype)
     count = item.size_bytes // dtype.itemsize
     if count == 0:  # frombuffer refuses an empty range

@@ -6,7 +6,7 @@ must be tracked. A silent half-load is how runs go wrong without an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nvrx_sre.checkpoint import encoding
@@ -19,10 +19,16 @@ class Mismatch(Exception):
     """Stored and tracked state differ; the message names the first difference. Internal to this package."""
 
 
-def check_fit(tracked: Mapping[str, object], stored: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> None:
-    """Raise `Mismatch` unless a load of `stored` and `state` into `tracked` would be complete and exact."""
-    sources = tracking.fixed_sources(tracked)
-    check_tensors(sources, stored)
+def check_fit(
+    tracked: Mapping[str, object],
+    sources: Sequence[Source],
+    stored: Mapping[str, StoredTensor],
+    state: Mapping[str, Any],
+) -> None:
+    """Raise `Mismatch` unless a load of `stored` and `state` into `tracked` would be complete and exact.
+
+    `sources`: the fixed ones of `tracked`, for which `check_tensors` has passed.
+    """
     known = {source.fqn for source in sources}
     _check_names("optimizers", (name for name, _ in tracking.optimizers(tracked)), state)
     _check_names("objects", (name for name, _ in tracking.objects(tracked)), state)

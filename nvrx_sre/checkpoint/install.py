@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -207,6 +207,10 @@ def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
     local = torch.empty_like(parameter.to_local(), dtype=dtype, memory_format=torch.preserve_format)
+    if dtype == parameter.dtype:
+        # What `from_local` comes to where nothing is to be asked or differentiated: 4 us, against 40.
+        made = DTensor(local, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch's own
+        return cast(torch.Tensor, made)
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

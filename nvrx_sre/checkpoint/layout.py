@@ -15,11 +15,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 ALIGNMENT_BYTES = 64
 """Start of each tensor in the data area: a cache line, and enough for any dtype's vector loads."""
+
+
+NUM_KNOWN = 16
+"""Layouts that a process remembers: a writer meets those of all ranks of its node."""
 
 
 class ItemKind(StrEnum):
@@ -75,16 +79,16 @@ class Layout:
     @cached_property
     def hash(self) -> str:
         """sha256 of the canonical JSON, 64 hex digits."""
-        return hashlib.sha256(self.json.encode()).hexdigest()
+        return text_hash(self.json)
 
     @cached_property
     def by_fqn(self) -> dict[str, LayoutItem]:
         return {item.fqn: item for item in self.items}
 
 
-def canonical_hash(value: Any) -> str:
-    """`Layout.hash` of the layout whose parsed JSON is `value`, without making the layout."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+def text_hash(text: str) -> str:
+    """`Layout.hash` of the layout whose canonical JSON is `text`."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def canonical_json(value: Any) -> str:
@@ -106,6 +110,15 @@ def pack(items: Sequence[LayoutItem]) -> Layout:
         placed.append(LayoutItem(**{**values, "offset_bytes": end_bytes}))
         end_bytes = align(end_bytes + item.size_bytes)
     return Layout(tuple(placed))
+
+
+@lru_cache(maxsize=NUM_KNOWN)
+def from_text(text: str) -> Layout:
+    """Layout from its canonical JSON. Remembered, because it is the same one at each restore and save of a process.
+
+    Raises `ValueError` for anything that is not one.
+    """
+    return from_json(json.loads(text))
 
 
 _SIZES = ("local_shape", "global_offset", "global_shape")

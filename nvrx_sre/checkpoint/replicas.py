@@ -18,13 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nvrx_sre.checkpoint import tracked as tracking
 from nvrx_sre.checkpoint.capture import layout_item
+from nvrx_sre.checkpoint.tracked import Source
 
 
-def replica_names(tracked: Mapping[str, object]) -> dict[str, str]:
-    """Name that a replica has on all ranks which hold it -> fqn of the tensor here."""
+def replica_names(tracked: Mapping[str, object], sources: Iterable[Source]) -> dict[str, str]:
+    """Name that a replica has on all ranks which hold it -> fqn of the tensor here. `sources`: the fixed ones."""
     averaged = set(_averaged(tracked))
     found = {}
-    for source in tracking.fixed_sources(tracked):
+    for source in sources:
         if _is_replicated(source.tensor):
             found[f"{source.fqn} at {list(layout_item(source).global_offset)}"] = source.fqn
         elif id(source.tensor) in averaged:

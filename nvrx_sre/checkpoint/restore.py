@@ -32,9 +32,10 @@ import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nvrx_sre.checkpoint import manifest
-from nvrx_sre.checkpoint.capture import layout_item, open_blob, slot_views
+from nvrx_sre.checkpoint.capture import open_blob, view
 from nvrx_sre.checkpoint.dcp_metadata import StoredTensor, from_json, stored_tensors
 from nvrx_sre.checkpoint.fit import Mismatch, check_fit, check_tensors
 from nvrx_sre.checkpoint.install import SmallState, Targets, check_resharding, install
@@ -83,7 +84,7 @@ class HotCandidate:
         self._step = step
         self._layout_hash = layout_hash
         self._tracked = tracked
-        self._sources: dict[str, torch.Tensor] = {}
+        self._layout = Layout(())
         self._targets: Targets | None = None
         self._small: SmallState | None = None
         self._filled: set[str] = set()
@@ -105,14 +106,15 @@ class HotCandidate:
             _check_sharding(self._targets.sources, layout)
             self.lap("plan")
             self._fill(slot_file, header, layout)
-            check_fit(self._tracked, stored, state)
+            check_fit(self._tracked, self._targets.sources, stored, state)
         except ValueError as error:
             raise self._corrupt(RejectReason.DIGEST, f"slot {self._slot}: {error}") from error
         except Mismatch as error:
             raise self._corrupt(RejectReason.LAYOUT, str(error)) from error
         self._small = SmallState(own=state, rank=0, world_size=1)
         self._targets.add_big(self._small)
-        self._sources = slot_views(slot_file, self._slot, layout)
+        self._layout = layout
+        self.lap("plan")
 
     def _fill(self, slot_file: SlotFile, header: SlotHeader, layout: Layout) -> None:
         """Hash the slot and fill the targets on the way. Empties the slot and raises `ValueError` if it is damaged."""
@@ -134,17 +136,22 @@ class HotCandidate:
         assert self._targets is not None and self._small is not None
         for key, tensor in self._targets.all().items():
             if key not in self._filled:
-                _local(tensor).copy_(self._sources[key])
+                _local(tensor).copy_(self._stored(key))
         self.values = install(self._tracked, self._targets, self._small)
         self.lap("install")
 
     def replicas(self) -> dict[str, str]:
         """Digests of what other ranks must hold as well, by the name it has on all of them. Only after `check`."""
+        assert self._targets is not None
         return {
-            name: xxhash.xxh3_64_hexdigest(self._sources[fqn].reshape(-1).view(torch.uint8).numpy().data)
-            for name, fqn in replica_names(self._tracked).items()
-            if self._sources[fqn].numel()
+            name: xxhash.xxh3_64_hexdigest(self._stored(fqn).reshape(-1).view(torch.uint8).numpy().data)
+            for name, fqn in replica_names(self._tracked, self._targets.sources).items()
+            if self._layout.by_fqn[fqn].size_bytes
         }
+
+    def _stored(self, fqn: str) -> torch.Tensor:
+        assert self._slot_file is not None
+        return view(self._slot_file.data(self._slot), self._layout.by_fqn[fqn])
 
     def _header(self) -> SlotHeader:
         if self._slot_file is None:
@@ -240,9 +247,10 @@ class DurableCandidate:
             ) from error
 
     def _check_fit(self, visible: Mapping[str, StoredTensor]) -> None:
-        assert self._small is not None
+        assert self._small is not None and self._targets is not None
         with self._fitting():
-            check_fit(self._tracked, visible, self._small.own)
+            check_tensors(self._targets.sources, visible)
+            check_fit(self._tracked, self._targets.sources, visible, self._small.own)
         if self._small.saved:
             check_resharding(self._tracked, self._small)
 
@@ -379,9 +387,16 @@ def _memory(tensor: torch.Tensor | None, size_bytes: int) -> memoryview | None:
 
 def _check_sharding(sources: Iterable[Source], layout: Layout) -> None:
     """Raise `Mismatch` unless every tensor is sharded as in the slot."""
+    known: dict[Any, tuple[int, ...]] = {}
     for source in sources:
-        mine, saved = layout_item(source), layout.by_fqn[source.fqn]
-        if (mine.local_shape, mine.global_offset) != (saved.local_shape, saved.global_offset):
+        tensor, saved = source.tensor, layout.by_fqn[source.fqn]
+        offset = (0,) * tensor.dim()
+        if isinstance(tensor, DTensor):
+            form = (tensor.shape, tensor.device_mesh, tensor.placements)  # the same for many
+            if form not in known:
+                known[form] = compute_local_shape_and_global_offset(*form)[1]
+            offset = tuple(known[form])
+        if (tuple(_local(tensor).shape), offset) != (saved.local_shape, saved.global_offset):
             raise Mismatch(f"{source.fqn} is sharded differently")
 
 
