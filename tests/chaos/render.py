@@ -47,9 +47,9 @@ with a container.
 SECOND_TEXT = """
 ## A second fault during the recovery from the first
 
-The launcher is killed while rank 0 stands in the stage; the first fault is then another rank's. The second faults that
-are stopped, hang natively or run out of memory are in the columns *rendezvous*, *restore*, *teardown* and *first step*
-above.
+The launcher is killed while rank 0 stands in the stage; the first fault is then another rank's. Every other kind of
+second fault, after an exception of another rank, is in the columns *teardown*, *rendezvous*, *restore* and *first step*
+of the table above.
 
 """
 
