@@ -186,26 +186,29 @@ def _show_scaling(max_ranks: int, *, as_json: bool) -> int:
         if size <= max_ranks:
             click.echo(f"{size} ranks", err=True)
             rows.append(scaling.measure_row(size))
-    of_hosts = scaling.growth([(row.cost.num_hosts, row.cost.num_packets) for row in rows])
-    of_ranks = scaling.growth([(row.cost.num_ranks, row.num_packets_fixed_hosts) for row in rows])
-    inputs = scaling.growth([(row.cost.num_ranks, row.cost.num_inputs) for row in rows])
-    laws = {"packets_by_hosts": of_hosts, "packets_by_ranks_at_4_hosts": of_ranks, "inputs_by_ranks": inputs}
+    laws = scaling.laws_of(rows)
     if as_json:
         cells = [asdict(row.cost) | {"num_packets_4_hosts": row.num_packets_fixed_hosts} for row in rows]
-        click.echo(json.dumps({"rows": cells, "growth": {name: round(law, 3) for name, law in laws.items()}}, indent=2))
+        exponents = {name: round(law, 3) for name, law in asdict(laws).items()}
+        click.echo(json.dumps({"rows": cells, "growth": exponents}, indent=2))
         return ExitCode.FINISHED
     table = Table(
-        *("ranks", "hosts", "packets", "packets a host", "packets, 4 hosts", "inputs", "records", "decisions"),
+        *("ranks", "hosts", "packets", "packets a host*", "kB a host*", "packets, 4 hosts"),
+        *("inputs", "records", "decisions"),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
     for row in rows:
         cost = row.cost
-        counts = (cost.num_ranks, cost.num_hosts, cost.num_packets, f"{cost.num_packets / cost.num_hosts:.1f}")
+        num_others = max(1, cost.num_other_hosts)
+        of_a_host = (f"{cost.num_packets / num_others:.1f}", f"{cost.num_bytes / num_others / 1000:.1f}")
+        counts = (cost.num_ranks, cost.num_hosts, cost.num_packets, *of_a_host)
         rest = (row.num_packets_fixed_hosts, cost.num_inputs, cost.num_records, cost.num_decisions)
         table.add_row(*(str(cell) for cell in (*counts, *rest)))
     console = make_console()
     console.print(table)
-    console.print(f"growth: packets ~ hosts^{of_hosts:.2f}; packets at 4 hosts ~ ranks^{of_ranks:.2f}")
-    console.print(f"        inputs of the leader ~ ranks^{inputs:.2f}")
+    console.print("* of the hosts beside the leader's: on its own no packets are needed")
+    console.print(f"growth: packets ~ hosts*^{laws.packets_by_hosts:.2f}, bytes ~ hosts*^{laws.bytes_by_hosts:.2f}")
+    console.print(f"        packets at 4 hosts ~ ranks^{laws.packets_by_ranks_at_fixed_hosts:.2f}")
+    console.print(f"        inputs of the leader ~ ranks^{laws.inputs_by_ranks:.2f}")
     return ExitCode.FINISHED

@@ -43,6 +43,11 @@ class RecoveryCost:
     num_records: int
     num_decisions: int
 
+    @property
+    def num_other_hosts(self) -> int:
+        """Hosts that packets go to: all but the leader's own."""
+        return self.num_hosts - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingRow:
@@ -109,6 +114,27 @@ def measure_row(num_ranks: int) -> ScalingRow:
     cost = measure_recovery(num_ranks, max(1, num_ranks // RANKS_A_HOST))
     fixed = measure_recovery(num_ranks, min(FIXED_HOSTS, num_ranks))
     return ScalingRow(cost=cost, num_packets_fixed_hosts=fixed.num_packets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Laws:
+    """Exponents of growth, NaN with too few sizes."""
+
+    packets_by_hosts: float
+    bytes_by_hosts: float
+    packets_by_ranks_at_fixed_hosts: float
+    inputs_by_ranks: float
+
+
+def laws_of(rows: Sequence[ScalingRow]) -> Laws:
+    """How the costs grow. Against the hosts beside the leader's: at two hosts one of them costs nothing."""
+    costs = [row.cost for row in rows]
+    return Laws(
+        packets_by_hosts=growth([(cost.num_other_hosts, cost.num_packets) for cost in costs]),
+        bytes_by_hosts=growth([(cost.num_other_hosts, cost.num_bytes) for cost in costs]),
+        packets_by_ranks_at_fixed_hosts=growth([(row.cost.num_ranks, row.num_packets_fixed_hosts) for row in rows]),
+        inputs_by_ranks=growth([(cost.num_ranks, cost.num_inputs) for cost in costs]),
+    )
 
 
 def growth(points: Sequence[tuple[int, int]]) -> float:
