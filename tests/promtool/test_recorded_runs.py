@@ -22,7 +22,7 @@ from nvrx_sre.telemetry import catalog
 from tests.promtool.fleet import KEY
 
 TESTS = Path(__file__).resolve().parent.parent
-NAMES = ("recovery", "crash_loop", "flapping", "slow_storage", "stopped")
+NAMES = ("recovery", "crash_loop", "flapping", "slow_storage", "unsaved", "stopped")
 VALUES = dataclasses.replace(load_values(TESTS / "live" / "values.yaml"), saturation_for_s=3.0)
 SETTLE_S = 3
 """A scrape, an evaluation, and what the recording rounds."""
@@ -78,7 +78,8 @@ def gaps(name: str) -> list[tuple[int, int]]:
 
 def test_c67_recorded_runs_alert_as_they_did() -> None:
     """Recovery: nobody. Crash loop: both pages, the halt for good, and a ticket, because
-    its third attempt goes one checkpoint back, to step 0. Flapping, slow storage: tickets. SIGSTOP: a page."""
+    its third attempt goes one checkpoint back, to step 0. Flapping, slow storage, no room for saves, a recovery from an
+    older checkpoint: tickets. SIGSTOP: a page."""
     stop, back = gaps("stopped")[0]
     assert back - stop > VALUES.target_missing_s + SETTLE_S, "the launcher was stopped for long enough"
     looped = first("crash_loop", "nvrx_budget_used", 2, 'cap="same_fingerprint"')
@@ -86,15 +87,19 @@ def test_c67_recorded_runs_alert_as_they_did() -> None:
     fresh = first("crash_loop", "nvrx_fresh_starts_total", 0, 'progress="lost"')
     flaps = first("flapping", "nvrx_incidents_total", 0, 'verdict="flapping"')
     full = first("slow_storage", "nvrx_checkpoint_saturation_ratio", 1)
+    unsaved = first("unsaved", "nvrx_saves_total", 1, 'outcome="failed",tier="durable"')
+    older = first("unsaved", "nvrx_incidents_degraded_total", 0)
     ended = {
         name: first(name, "nvrx_run_state_entered_timestamp_seconds", 0, 'state="finished"')
-        for name in ("flapping", "slow_storage")
+        for name in ("flapping", "slow_storage", "unsaved")
     }
     spans = {
         "NvrxRunHalted": {"crash_loop": (halted, 10**6)},
         "NvrxCrashLooping": {"crash_loop": (looped, 10**6)},
         "NvrxSilentFreshStart": {"crash_loop": (fresh, halted)},
         "NvrxFlapping": {"flapping": (flaps, ended["flapping"])},
+        "NvrxCheckpointSaveFailing": {"unsaved": (unsaved, ended["unsaved"])},
+        "NvrxRecoveredDegraded": {"unsaved": (older, ended["unsaved"])},
         "NvrxCheckpointSaturated": {"slow_storage": (full + 3, ended["slow_storage"])},
         "NvrxScrapesMissing": {"stopped": (stop + int(VALUES.scrapes_missing_s), back)},
         "NvrxTargetMissing": {"stopped": (stop + int(VALUES.target_missing_s), back)},

@@ -38,6 +38,7 @@ LEFT_S = 5
 """How long it goes on after the launcher has left."""
 CLOCK = SystemClock()
 FLAPS = [part for step in range(8, 56, 8) for part in ("--fault", f"exception@1:{step}")]
+UNSAVED = ["--save-every", "50", "--fault", "no_space@0:50/writex2", "--fault", "exception@1:210x2"]
 SLOW = ["--fault", "slow_storage@0:4=4", "--save-every", "8"]
 
 
@@ -63,6 +64,7 @@ RUNS: dict[str, tuple[list[str], Callable[[subprocess.Popen[str], int], None]]] 
     "crash_loop": (["--steps", "40", "--fault", "exception@1:20x*"], _leave),
     "flapping": (["--steps", "300", *FLAPS], _leave),
     "slow_storage": (["--steps", "400", *SLOW], _leave),
+    "unsaved": (["--steps", "260", *UNSAVED], _leave),
     "stopped": (["--steps", "1000000"], _stop),
 }
 """Name -> (options of the trainer, what is done to the launcher at each second)."""
