@@ -33,7 +33,7 @@ def test_a_worker_finds_its_rank_in_the_environment(tmp_path: Path) -> None:
     """Scripts written for torchrun read RANK at import; only a standby cannot tell it."""
     code = "import os\nprint('I am', os.environ['RANK'], os.environ['LOCAL_RANK'], 'of', os.environ['WORLD_SIZE'])\n"
     ended = launch(tmp_path, code)
-    logs = sorted((ended.run_dir / "logs").glob("rank-0000?-attempt-*.log"))
+    logs = sorted((ended.run_dir / "logs").glob("rank-0000?-epoch-*.log"))
     said = [line for path in logs for line in path.read_text().splitlines() if line.startswith("I am")]
     # The first to end stops the run, so the other may not get as far.
     assert said and set(said) <= {"I am 0 0 of 2", "I am 1 1 of 2"}, ended.explain()

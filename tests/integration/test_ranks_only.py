@@ -43,7 +43,7 @@ def bits(ended: Ended, rank: int) -> dict[tuple[int, int], list[str]]:
     """(generation, step) -> digests that the rank printed."""
     lines = [
         line.split()
-        for path in (ended.run_dir / "logs").glob(f"rank-{rank:05d}-attempt-*.log")
+        for path in (ended.run_dir / "logs").glob(f"rank-{rank:05d}-epoch-*.log")
         for line in path.read_text().splitlines()
         if line.startswith("bits ")
     ]
@@ -82,7 +82,7 @@ def test_saves_are_events_and_commits_like_any_other(ended: Ended) -> None:
 
 def test_one_message_names_what_no_slot_can_hold(ended: Ended) -> None:
     """On rank 0's output once a process, and in the journal as an interval of 0."""
-    log = next((ended.run_dir / "logs").glob("rank-00000-attempt-*.log")).read_text()
+    log = next((ended.run_dir / "logs").glob("rank-00000-epoch-*.log")).read_text()
     assert log.count("not captured in memory") == 1
     ((_, chosen),) = ended.events(HotIntervalChosen)
     assert chosen.every_steps == 0
