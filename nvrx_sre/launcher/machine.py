@@ -416,7 +416,7 @@ class Machine:
             self._shutdown.kill_now(exit_code, "interrupted twice", now_ns)
         else:
             self._is_interrupted = self._is_interrupted or item.by_person
-            self._shutdown.hurry(now_ns)
+            self._shutdown.hurry(exit_code, now_ns)
 
     def _on_preemption(self, item: c.SignalReceived, now_ns: int) -> None:
         """Drain; the exit code says whether the orchestrator may start the job again."""

@@ -63,7 +63,7 @@ class RankSaves:
         if message.stage == "written":
             self._emit(SaveWritten(step=step, size_bytes=message.size_bytes, seconds=message.seconds))
         elif message.stage == "committed":
-            self._saves.committed_step = max(self._saves.committed_step, step)
+            self._saves.on_commit_of(step)
             self._emit(
                 SaveCommitted(
                     step=step,
@@ -84,6 +84,7 @@ class RankSaves:
 
     def _fail(self, reason: SaveFailure, text: str) -> None:
         assert self._save is not None
+        self._saves.last_failure = f"{reason}: {text}"
         self._emit(SaveFailed(step=self._save.step, tier=Tier.DURABLE, reason=reason, message=text))
         self._save = None
 

@@ -1,8 +1,9 @@
 """Durable saves: one in flight, handed to the writer process, which outlives the workers.
 
 Model: a step that all ranks have sealed and whose save is due is handed over at once if the writer is
-parked and idle. A due save that finds it busy is skipped and counted, and a save is owed: as soon as the writer
-is free it takes the newest step sealed on all ranks, so that it never idles while a save is due. With
+parked and idle. A due save that finds it busy, or that not every rank could capture, is skipped and counted, once,
+and a save is owed: as soon as the writer is free it takes the newest step sealed on all ranks, so that it never idles
+while a save is due. With
 `waits_for_writer` nothing is skipped: the ranks stand at their boundary until the writer takes the step. A writer
 that still starts up owes the save without a skip. The slots stay held until the save is committed or has failed, so
 a writer that dies is replaced and the same save is written again; one that fails is tried again when the next is due.
@@ -81,11 +82,18 @@ class Saves:
         """When the writer of a node is to be started again."""
         self.committed_step = job.history.durable_step
         """Newest committed step of the run's current line, -1 if none."""
+        self.last_failure = ""
+        """Why the newest save failed, '' after a commit."""
 
     @property
     def is_idle(self) -> bool:
         """No save is held or waiting."""
         return self._held is None and self._flush is None
+
+    def on_commit_of(self, step: int) -> None:
+        """The state of `step` is on the disk, whoever wrote it."""
+        self.committed_step = max(self.committed_step, step)
+        self.last_failure = ""
 
     def start_writer(self, now_ns: int, node: int = 0) -> None:
         """Spawn the writer of a node."""
@@ -99,6 +107,7 @@ class Saves:
             self.poll(now_ns)
         elif sealed is None:
             reason = SkipReason.INCOMPLETE if committed.is_captured_partly else SkipReason.NO_FREE_SLOT
+            self._is_owed = True
             self._skip(committed.step, reason)
         else:
             self._on_due(sealed, now_ns)
@@ -296,7 +305,7 @@ class Saves:
             # Held on until the writer is idle: its 'verified' must not be taken for that of a later save.
             self._report_failure(save, SaveFailure.ABANDONED_LINE, "the run went back before this step")
             return
-        self.committed_step = max(self.committed_step, message.step)
+        self.on_commit_of(message.step)
         self._emit(
             save,
             SaveCommitted(
@@ -336,6 +345,7 @@ class Saves:
     def _report_failure(self, save: _Save, reason: SaveFailure, text: str) -> None:
         if not save.is_reported:
             save.is_reported = True
+            self.last_failure = f"{reason}: {text}" if text else str(reason)
             self._emit(save, SaveFailed(step=save.sealed.step, tier=Tier.DURABLE, reason=reason, message=text))
 
     def _release(self, save: _Save) -> None:

@@ -4,6 +4,9 @@ Model: an end is begun once, with an exit code and a bound. The writer may finis
 the newest sealed step, for which ranks need not cooperate: the slots are the launcher's); everybody else is
 told to leave and killed after a grace. When no child is left, or all bounds have passed, the run is finished.
 
+A run whose training is done and whose last step could not be saved is not finished: what it trained since its newest
+checkpoint ends with the launcher. It exits as one that is to be started again (docs/adr/0033).
+
 Invariants: `RunFinished` and `Stop` are issued exactly once, in this order; every wait is bounded. Pure.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from nvrx_sre.core.clock import to_ns
+from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import Role, RunFinished
 from nvrx_sre.launcher.commands import Stop
 from nvrx_sre.launcher.machine_commits import Commits
@@ -31,6 +35,8 @@ class Shutdown:
         self._exit_code = 0
         self._reason = ""
         self._result: dict[str, Any] = {}
+        self._unsaved_exit_code: int = ExitCode.RETRYABLE
+        """Of a run that is through and whose last step is not saved."""
         self._drain_until_ns = 0
         self._give_up_ns: int | None = None
         self._is_draining = False
@@ -39,7 +45,7 @@ class Shutdown:
 
     def finish(self, result: dict[str, Any], now_ns: int) -> None:
         """Training is done: the last step is saved if it is not yet, ranks stay until that is verified."""
-        self._begin(0, "finished", self._job.config.limits.deadlines.final_drain_s, now_ns)
+        self._begin(ExitCode.FINISHED, "finished", self._job.config.limits.deadlines.final_drain_s, now_ns)
         self._result = result
         self._saves.flush(self._commits.sealed, now_ns)
         self.poll(now_ns)
@@ -58,11 +64,15 @@ class Shutdown:
         self._is_draining = self._is_hurried = True
         self.poll(now_ns)
 
-    def hurry(self, now_ns: int) -> None:
-        """A termination signal while the end is under way: drain no longer than a preemption would."""
+    def hurry(self, exit_code: int, now_ns: int) -> None:
+        """A termination signal while the end is under way: drain no longer than a preemption would.
+
+        `exit_code`: of a run that the signal keeps from saving its last step.
+        """
         drain_s = self._job.config.limits.deadlines.preemption_drain_s
         self._drain_until_ns = min(self._drain_until_ns, now_ns + to_ns(drain_s))
         self._is_hurried = True
+        self._unsaved_exit_code = exit_code
 
     def kill_now(self, exit_code: int, reason: str, now_ns: int) -> None:
         """A person insists: kill everything, wait for nothing but the deaths."""
@@ -122,12 +132,20 @@ class Shutdown:
         known = f"durable up to step {step}" if step >= 0 else "nothing is durable"
         if self._is_draining:
             return f"; {known}"
-        is_lost = self._exit_code == 0 and step < self._commits.high_water
-        return f"; the last step is not saved, {known}" if is_lost else ""
+        if not self._is_last_step_lost():
+            return ""
+        why = f" ({self._saves.last_failure})" if self._saves.last_failure else ""
+        return f"; the last step is not saved{why}, {known}"
+
+    def _is_last_step_lost(self) -> bool:
+        """Training is done, and its state is in no checkpoint: it goes with this launcher."""
+        return self._exit_code == ExitCode.FINISHED and self._saves.committed_step < self._commits.high_water
 
     def _end(self) -> None:
         self._job.stage = Stage.STOPPED
         self._reason += self._what_is_durable()
+        if self._is_last_step_lost():
+            self._exit_code = self._unsaved_exit_code
         self._job.emit(
             RunFinished(
                 exit_code=self._exit_code,

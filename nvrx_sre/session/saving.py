@@ -53,6 +53,8 @@ class HotSaver:
         self._newest = restored_step
         """Newest step that a slot holds or is taking."""
         self._save_requested = False
+        self._is_owed = False
+        """A due save found no free slot, which the launcher was told once: made up for at the next boundary."""
         self._is_overlapped = True
         self._has_prepared = False
         self._waited_ns = 0
@@ -77,14 +79,14 @@ class HotSaver:
 
     def at_boundary(self, step: int) -> Captured:
         """Begin to capture `step` if it is due. Blocks for what cannot be copied later."""
-        durable = self.is_durable_due(step)
+        is_due = self.is_durable_due(step)
+        durable = is_due or self._is_owed
         if not durable and not self._process.hot_schedule.is_due(step):
             self._prepare_slots()
             return Captured(slot=-1, durable=False)
         slot = self._capture(step, durable)
-        # A due save that found no free slot is made up for at the next boundary.
-        self._save_requested = durable and slot < 0
-        return Captured(slot=slot, durable=durable)
+        self._save_requested, self._is_owed = False, durable and slot < 0
+        return Captured(slot=slot, durable=is_due)
 
     def take_waited_ns(self) -> int:
         """Time that optimizers have waited for the copy since the last call."""

@@ -358,13 +358,13 @@ def test_run_finishes_after_the_last_save_is_verified() -> None:
 
 
 def test_final_drain_is_bounded() -> None:
-    """A writer that never comes back does not keep the run."""
+    """A writer that never comes back does not keep the run, which then is not finished."""
     driven = begun(num_standbys=0)
     driven.step(10, durable=True)
     for rank in range(2):
         driven.say(driven.child_of(rank), wire.Finished(generation=1, step=10, result={}, mono_ns=driven.now_ns))
     driven.wait(Deadlines().final_drain_s + 60.0)
-    assert [item.exit_code for item in driven.all(c.Stop)] == [0]
+    assert [item.exit_code for item in driven.all(c.Stop)] == [75]
 
 
 @pytest.mark.parametrize(("by_person", "exit_code"), [(False, 143), (True, 130)])
@@ -445,8 +445,22 @@ def test_stamps_are_wall_time() -> None:
     assert {item.entered_ns for item in entered} == {EPOCH_NS + 1_000_000_000}
 
 
-def test_a_finished_run_says_when_its_last_step_is_not_saved() -> None:
-    """Every save failed: the training is finished all the same, and the reason tells that nothing is durable."""
+@pytest.mark.parametrize(("by_person", "exit_code"), [(False, 143), (True, 130)])
+def test_a_run_that_is_ended_in_its_last_save_was_ended(by_person: bool, exit_code: int) -> None:
+    """A signal cuts the final drain short: the last step is not saved, which is nobody's failure."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    for rank in range(2):
+        driven.say(driven.child_of(rank), wire.Finished(generation=1, step=10, result={}, mono_ns=driven.now_ns))
+    driven.feed(c.SignalReceived(signal=15, by_person=by_person))
+    driven.wait(Deadlines().preemption_drain_s + 60.0)
+    (stop,) = driven.all(c.Stop)
+    assert stop.exit_code == exit_code
+    assert stop.reason.startswith("finished; the last step is not saved"), stop.reason
+
+
+def test_a_run_whose_last_step_is_not_saved_is_to_be_started_again() -> None:
+    """Every save failed: what was trained goes with the launcher, so that 0 would say too much. The reason tells why."""
     driven = begun(num_standbys=0)
     driven.step(10, durable=True)
     for rank in range(2):
@@ -458,4 +472,5 @@ def test_a_finished_run_says_when_its_last_step_is_not_saved() -> None:
     for child in (1, 2, 3):
         driven.kill(child, exit_code=0, signal=None)
     (stop,) = driven.all(c.Stop)
-    assert (stop.exit_code, stop.reason) == (0, "finished; the last step is not saved, nothing is durable")
+    assert stop.exit_code == 75
+    assert stop.reason == "finished; the last step is not saved (storage: disk full), nothing is durable"

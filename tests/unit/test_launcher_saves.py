@@ -55,6 +55,19 @@ def test_a_free_writer_takes_the_newest_sealed_step_of_a_skipped_save() -> None:
     assert saved(driven) == [5, 26, 30]
 
 
+def test_a_due_save_that_found_no_slot_is_skipped_once_and_owed() -> None:
+    """Ranks that capture later say nothing of a due save again; what they seal is taken."""
+    driven = begun()
+    driven.step(10, durable=True, slot=-1)
+    assert [(item.step, item.reason) for item in driven.events(schema.SaveSkipped)] == [(10, "no_free_slot")]
+    driven.step(11, slot=-1)
+    driven.step(12)
+    assert saved(driven) == [12] and len(driven.events(schema.SaveSkipped)) == 1
+    driven.write(12, "written", "committed", "verified")
+    driven.step(13)
+    assert saved(driven) == [12], "nothing is owed any more"
+
+
 @pytest.mark.parametrize("write_steps", [11, 58])
 def test_a_slow_writer_is_never_idle_and_its_commits_are_fresh(write_steps: int) -> None:
     """A write of 1.1 or 5.8 intervals: as many commits as fit, none older than two write times when replaced."""

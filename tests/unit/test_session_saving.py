@@ -299,12 +299,15 @@ def test_slots_are_asked_for_before_the_first_capture_needs_them() -> None:
 
 
 def test_a_due_save_without_a_free_slot_is_made_up_for(rank: Rank) -> None:
-    """Step 50 finds no slot; the next boundary that finds one is saved durably, and only that one."""
+    """Step 50 finds no slot and is told as due, once; the next boundary that finds one is captured for it."""
+    rank.process.hot_schedule = HotSchedule(0)
     rank.is_full = True
     assert rank.saver.at_boundary(50) == Captured(slot=-1, durable=True)
-    assert rank.saver.at_boundary(51) == Captured(slot=-1, durable=True)
+    assert rank.saver.at_boundary(51) == Captured(slot=-1, durable=False)
     rank.is_full = False
-    assert rank.saver.at_boundary(52) == Captured(slot=0, durable=True)
+    assert rank.saver.at_boundary(52) == Captured(slot=0, durable=False)
+    assert rank.saver.at_boundary(53) == Captured(slot=-1, durable=False)
+    rank.process.hot_schedule = HotSchedule(1)
     assert rank.saver.at_boundary(53) == Captured(slot=1, durable=False)
     rank.saver.finish(53)
     assert (rank.saver.num_skipped, rank.saver.num_captured) == (2, 2)
