@@ -55,7 +55,7 @@ class Steady:
 
     free: Sequence[Stretch]
     hot: Sequence[Stretch]
-    """From the newest choice of an interval on."""
+    """From the first choice of an interval on."""
     writing: Sequence[Stretch]
     chosen: HotIntervalChosen
     written: Sequence[SaveWritten]
@@ -70,7 +70,7 @@ def steady_of(records: Iterable[Record]) -> Steady:
         raise InternalError("the benchmark's run is too short: it chose no interval of captures")
     stretches = stretches_of(found)
     writes = _writes(found)
-    hot = [item for item in stretches if item.started_ns >= chosen[-1][0] and not _is_beside(item, writes)]
+    hot = [item for item in stretches if item.started_ns >= chosen[0][0] and not _is_beside(item, writes)]
     return Steady(
         free=free_of(hot),
         hot=hot,

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import _unregister_all_process_groups
 from torch.distributed.device_mesh import DeviceMesh
 
-from nvrx_sre.restart.ended_groups import EndedGroups
+from nvrx_sre.restart.ended_groups import EndedGroups, abort_all
 from nvrx_sre.restart.sockets import GroupSockets
 
 GroupKey = tuple[int, int, tuple[int, ...], str]
@@ -38,7 +39,9 @@ ANY_RANK = -1
 class ProcessGroups:
     """Groups of the running generation. One a process: it wraps torch's constructors for good."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, aborts_beside: bool | None = None) -> None:
+        """`aborts_beside`: do not wait for aborts; None: where there is CUDA, hence NCCL."""
+        self._aborts_beside = torch.cuda.is_available() if aborts_beside is None else aborts_beside
         self.sockets = GroupSockets()
         self._ended = EndedGroups()
         self._groups: list[dist.ProcessGroup] = []
@@ -49,11 +52,14 @@ class ProcessGroups:
         self._wrap_mesh_constructor()
 
     def abort(self) -> None:
-        """Free every rank that is blocked in a collective or in the formation of a group. Never raises."""
-        for group in list(self._groups):
-            # A group that is half built or already gone has nothing to abort; the sockets below still count.
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        """Free every rank that is blocked in a collective or in the formation of a group. Never raises.
+
+        NCCL's abort is begun, and ends on its own (`EndedGroups.abort`).
+        """
+        if self._aborts_beside:
+            self._ended.abort(list(self._groups))
+        else:
+            abort_all(list(self._groups))
         self.sockets.cut()
 
     def clear(self) -> None:
@@ -63,7 +69,9 @@ class ProcessGroups:
         """
         self._ended.add(self._groups)
         self._groups = []
-        if c10d.GroupMember.WORLD is not None:
+        if c10d.GroupMember.WORLD is not None and self._aborts_beside:
+            _forget_groups()
+        elif c10d.GroupMember.WORLD is not None:
             with contextlib.suppress(RuntimeError):
                 c10d._abort_process_group()
         # A failed init leaves the counter raised, and a fresh standby would then look for other store keys.
@@ -144,6 +152,18 @@ class ProcessGroups:
         self._meshes = alive
 
 
+def _forget_groups() -> None:
+    """What `c10d._abort_process_group` does after its aborts, which are under way and would be waited for there."""
+    c10d._update_default_pg(None)
+    world = c10d._world
+    for registered in (
+        *(world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config),
+        *(world.pg_to_tag, world.tags_to_pg, world.pg_coalesce_state),
+    ):
+        registered.clear()
+    _unregister_all_process_groups()
+
+
 def _clear_sharding_caches() -> None:
     """Drop cached plans that hold an earlier mesh."""
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
@@ -162,15 +182,6 @@ def _clear_sharding_caches() -> None:
         cache_clear = getattr(cached, "cache_clear", None)
         if cache_clear is not None:
             cache_clear()
-
-
-def collect_ahead() -> None:
-    """Collect most of the garbage while the monitor thread aborts NCCL's groups, which takes half a second.
-
-    gloo's are gone at once, and there is no time to be had.
-    """
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has none
-        gc.collect()
 
 
 def reset_interpreter_state() -> None:

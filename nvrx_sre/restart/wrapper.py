@@ -145,7 +145,6 @@ class Restarter:
     def _tear_down(self, *, empties_cache: bool) -> str:
         """Leave the old generation for good; '' or why this process is unfit for another."""
         self.control.enter(Phase.TEARDOWN, tell=False)
-        abort.collect_ahead()
         self.groups.abort()
         wait_for_the_unwaited()
         self.groups.clear()

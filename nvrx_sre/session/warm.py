@@ -17,12 +17,14 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from nvrx_sre.restart.abort import ProcessGroups
 
 WIDTH = 8
+TOKENS = 64
 HEAP_BYTES = 24 << 20
 """Heap that the first step finds mapped: the activations of a small model. A page's first touch costs 2 us."""
 
@@ -67,6 +69,18 @@ def _build_and_step(device: torch.device) -> None:
     optimizer.zero_grad()
     if device.type == "cuda":
         dist.all_reduce(torch.ones(1, device=device))  # alone FSDP2 exchanges nothing, and NCCL is not loaded
+        _run_common_kernels(device)
+
+
+def _run_common_kernels(device: torch.device) -> None:
+    """What most models are made of, forth and back: libraries and kernels are loaded at their first use."""
+    x = torch.ones(2, TOKENS, 2, TOKENS, device=device, dtype=torch.bfloat16, requires_grad=True)
+    heads = x.transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+    hidden = F.silu(F.rms_norm(mixed, mixed.shape[-1:])) @ torch.ones(2 * TOKENS, TOKENS, device=device, dtype=x.dtype)
+    targets = torch.zeros(2 * TOKENS, dtype=torch.int64, device=device)
+    torch.autograd.backward(F.cross_entropy(hidden.flatten(0, 1).float(), targets))
+    torch.cuda.synchronize()
 
 
 def _fetch_heap() -> None:

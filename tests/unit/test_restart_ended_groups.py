@@ -6,8 +6,10 @@ import os
 import threading
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from nvrx_sre.restart.abort import ProcessGroups
 from nvrx_sre.restart.ended_groups import EndedGroups
 
 
@@ -80,3 +82,50 @@ def test_a_gloo_group_that_was_let_go_leaves_no_thread() -> None:
 def native_threads() -> set[str]:
     """Of this process."""
     return set(os.listdir("/proc/self/task"))
+
+
+class SlowToAbort:
+    """Stands for a group whose abort takes a while, as NCCL's does."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.num_aborted = 0
+
+    def abort(self) -> None:
+        self.num_aborted += 1
+        assert self.may_end.wait(60)
+        raise RuntimeError("it was half built")
+
+
+def test_nobody_waits_for_an_abort_but_the_end_of_its_groups() -> None:
+    """Asked again meanwhile it is not begun twice; the groups are freed when it is over, whatever it raised."""
+    slow, group = SlowToAbort(), SlowToEnd()
+    group.may_end.set()
+    ended = EndedGroups()
+    ended.abort([slow])  # type: ignore[list-item]  # stands for a group
+    ended.abort([slow])  # type: ignore[list-item]  # stands for a group
+    ended.add([group.group()])
+    assert ended.let_go() == ""
+    assert not group.has_ended.is_set()
+    slow.may_end.set()
+    assert group.has_ended.wait(60)
+    assert slow.num_aborted == 1
+    ended.abort([slow])  # type: ignore[list-item]  # stands for a group
+    assert ended.let_go() == ""
+    assert slow.num_aborted == 2
+
+
+def test_groups_are_forgotten_while_they_are_aborted() -> None:
+    """The next generation forms its group at once, under the names of the first; nothing of the old one is left."""
+    groups = ProcessGroups(aborts_beside=True)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.new_group([0])
+        dist.all_reduce(torch.ones(1))
+        groups.abort()
+        groups.clear()
+        world = dist.distributed_c10d._world
+        assert not dist.is_initialized()
+        assert not world.pg_map and not world.pg_names and not world.tags_to_pg
+        assert world.group_count == 0
+        assert groups.let_go() == ""
