@@ -123,6 +123,8 @@ def _optimizer_sizes(slots: SlotFile) -> list[int]:
     if not sealed:
         return []
     _, slot, header = max(sealed, key=lambda item: item[:2])
+    if header.is_summed:
+        return []  # the state is a device's
     try:
         layout, _ = open_blob(slots, slot, header)
     except ValueError:
