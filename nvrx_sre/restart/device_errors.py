@@ -44,8 +44,11 @@ REFUSED_TEXTS = {
 
 _OUT_OF_MEMORY_TYPES = frozenset({"OutOfMemoryError"})
 _DEVICE_TYPES = frozenset({"AcceleratorError", "CudaError"})
-_DEVICE_TEXTS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
-"""How the text of a RuntimeError begins that is the runtime's, by who says so: torch and cuBLAS through it, Triton."""
+_DEVICE_TEXTS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "cuDNN error", "Expected mha_graph.execute(")
+"""How the text of a RuntimeError begins that is the runtime's, by who says so: torch and cuBLAS through it, Triton,
+cuDNN. Its attention says no more than that it failed: seen with torch 2.11, of an assertion in another kernel."""
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_REFUSED_BY_CUDNN = ("CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_BAD_PARAM")
 _OF_NCCL = re.compile(r"Cuda failure (?:\d+ )?'(?P<reason>[^']*)'")
 """What NCCL's last error says when a call of its own to CUDA has failed (checks.h: 2.18 and later with the code)."""
 
@@ -74,6 +77,7 @@ def _by_code(code: int) -> DeviceError:
 
 def _by_text(text: str) -> DeviceError:
     first_line = text.split("\n", 1)[0]
-    if "out of memory" in first_line or "CUBLAS_STATUS_ALLOC_FAILED" in first_line:
+    if any(item in first_line for item in _OUT_OF_MEMORY_TEXTS):
         return DeviceError.OUT_OF_MEMORY
-    return DeviceError.REFUSED if any(item in first_line for item in REFUSED_TEXTS.values()) else DeviceError.LOST
+    is_refused = any(item in first_line for item in (*REFUSED_TEXTS.values(), *_REFUSED_BY_CUDNN))
+    return DeviceError.REFUSED if is_refused else DeviceError.LOST

@@ -115,6 +115,23 @@ def test_a_sticky_error_is_the_devices_whoever_reports_it(reason: str, name: str
 @pytest.mark.parametrize(
     "error",
     [
+        RuntimeError(
+            "Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true, but got false.  "
+            "(Could this error message be improved?  If so, please report an enhancement request to PyTorch.)"
+        ),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    ],
+)
+def test_a_sticky_error_may_come_up_in_cudnn(error: Exception) -> None:
+    """An assertion of torch's index kernel, as torch 2.11 on an H200 reported it: by the attention that came next."""
+    described = describe(error)
+    assert (described.fault, described.communication) == (FaultClass.CUDA_ERROR, False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
         OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 279.60 GiB. GPU 1 has a total capacity of 139.80 GiB of which "
             "137.21 GiB is free. Including non-PyTorch memory, this process has 2.58 GiB memory in use."
@@ -122,6 +139,7 @@ def test_a_sticky_error_is_the_devices_whoever_reports_it(reason: str, name: str
         AcceleratorError(cuda_error("out of memory", "cudaErrorMemoryAllocation"), 2),
         AcceleratorError(cuda_error("out of memory", "cudaErrorMemoryAllocation")),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         DistBackendError(nccl_error(UNHANDLED, CALL_FAILED, "Cuda failure 2 'out of memory'")),
     ],
 )
@@ -138,6 +156,7 @@ def test_memory_that_does_not_suffice_is_cured_in_process(error: Exception) -> N
         AcceleratorError(cuda_error("invalid configuration argument", "cudaErrorInvalidConfiguration"), 9),
         AcceleratorError(cuda_error("invalid device ordinal", "cudaErrorInvalidDevice")),
         RuntimeError(cuda_error("no kernel image is available for execution on the device", "cudaErrorNoKernelImage")),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
         DistBackendError(nccl_error("invalid usage", MISUSE, "Duplicate GPU detected : rank 1 and rank 0 both on X")),
         DistBackendError(nccl_error(UNHANDLED, CALL_FAILED, "Cuda failure 1 'invalid argument'")),
     ],
