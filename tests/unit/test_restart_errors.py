@@ -116,8 +116,8 @@ def test_a_sticky_error_is_the_devices_whoever_reports_it(reason: str, name: str
     "error",
     [
         RuntimeError(
-            "Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true, but got false.  "
-            "(Could this error message be improved?  If so, please report an enhancement request to PyTorch.)"
+            "Expected mha_graph.execute(handle, variant_pack, workspace_ptr.get()).is_good() to be true, but got "
+            "false.  (Could this error message be improved?  If so, please report an enhancement request to PyTorch.)"
         ),
         RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
         RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
