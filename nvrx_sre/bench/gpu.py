@@ -49,8 +49,8 @@ DETECTED_MAX_S = 0.3
 HOT_COST_MAX = 0.01
 BLOCKED_MAX_S = 0.05
 INFLATION_MAX = 0.03
-LOSS_TOLERANCE = 0.02
-"""Share by which the last loss of the large model may differ."""
+LOSS_TOLERANCE = 0.05
+"""Share by which the last loss of the large model may differ: single steps of two runs differ by up to 3.3 %."""
 HELD_MAX_RATIO = 1.1
 SMALL = ("small", "16", "256")
 

@@ -4,7 +4,7 @@
     slot_file.close()        gives it up again, before the pages are unmapped
 
 To register 11 GB takes 0.5 s once they are mapped, and no process launches anything on a device meanwhile: hence in
-pieces, with rests between them, and ahead of the first capture (docs/adr/0033). Every process that copies
+pieces, with rests between them, and ahead of the first capture (docs/adr/0034). Every process that copies
 registers for itself; one whose registration is refused copies through the driver's own buffers, as from any memory.
 
 What is locked in pieces must be copied in pieces: CUDA refuses a copy that crosses from one to the next
