@@ -14,7 +14,9 @@ repeat what the launcher has asked for.
 
 Invariant: a process that is to live on reads a thread's frames only in that thread, or with the interpreter's lock.
 faulthandler's "all threads" reads those of threads that run meanwhile: with one that works beside it, it crashed after
-150 to 550 signals (python/cpython#116008).
+150 to 550 signals (python/cpython#116008). Ranks that were signalled 500 times a second through 29 recoveries: 6 of
+50,000 signals crashed one with all threads, 2 of 148,000 with the main thread alone (Python 3.11, in the middle of a
+call), and none of 94,000 sent to the main thread itself. A rank is asked once or twice an incident.
 
 The size is sealed, so that the kernel cuts what is too long. Each entry is one write; writes of several threads do not
 mix. Must not: raise, block, take a lock: it runs inside a signal handler, in the path of a recovery.
