@@ -57,8 +57,9 @@ class Capturer:
         ring: Ring | None = None,
     ) -> None:
         self._tracked = tracked
-        self._gatherer = None if ring is None else Gatherer(ring)
-        self._late_device = torch.device("cpu") if ring is None else ring.device
+        self._ring = ring
+        self._gatherer: Gatherer | None = None
+        self._late_device = torch.device("cpu")
         self._problems = problems
         self._fixed: list[Source] | None = None
         self._names: dict[torch.Tensor, str] = {}
@@ -84,8 +85,8 @@ class Capturer:
 
     @property
     def ring(self) -> Ring | None:
-        """What captures pass through on a device; None where they come from host memory."""
-        return None if self._gatherer is None else self._gatherer.ring
+        """What captures pass through on a device; None where the state, or most of it, is in host memory."""
+        return None if self._gatherer is None else self._ring
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -114,6 +115,7 @@ class Capturer:
         sources += big
         if not self._is_known(sources):
             self._set_layout(sources)
+            self._choose_road(sources)
         self._sources = sources
         self._is_late = [_is_late(source, trained, self._late_device) for source in sources]
         self._blob = f"{_BEFORE_LAYOUT}{self._layout.json}{_BEFORE_STATE}{json.dumps(state)}}}".encode()
@@ -173,14 +175,15 @@ class Capturer:
     def _begin_on_host(self, slot_file: SlotFile, slot_index: int, header: SlotHeader) -> HostFilling:
         views = self._views_of(slot_file, slot_index)
         late = self._copy_now(slot_index, views)
-        tensors = [local_of(self._sources[index].tensor) for index in late]
+        watched, versions = self._watch(late)
         return HostFilling(
             slot_file=slot_file,
             slot=slot_index,
             header=header,
             views=[views[index] for index in late],
-            tensors=tensors,
-            versions=[tensor._version for tensor in tensors],
+            tensors=[local_of(self._sources[index].tensor) for index in late],
+            watched=watched,
+            versions=versions,
         )
 
     def _begin_on_device(
@@ -188,12 +191,17 @@ class Capturer:
     ) -> DeviceFilling:
         tensors = [local_of(source.tensor) for source in self._sources]
         early = {index for index, is_late in enumerate(self._is_late) if not is_late}
-        late = [tensor for index, tensor in enumerate(tensors) if index not in early]
-        versions = [tensor._version for tensor in late]
+        watched, versions = self._watch(index for index, is_late in enumerate(self._is_late) if is_late)
         drain = gatherer.begin(slot_file, slot_index, self._layout, tensors, early)
         return DeviceFilling(
-            slot_file=slot_file, slot=slot_index, header=header, tensors=late, versions=versions, drain=drain
+            slot_file=slot_file, slot=slot_index, header=header, watched=watched, versions=versions, drain=drain
         )
+
+    def _watch(self, late: Iterable[int]) -> tuple[list[torch.Tensor], list[int]]:
+        """The tensors whose change would show, and their counters now."""
+        wholes = [self._sources[index].tensor for index in late]
+        watched = [*wholes, *(local_of(tensor) for tensor in wholes if isinstance(tensor, DTensor))]
+        return watched, [tensor._version for tensor in watched]
 
     def _copy_now(self, slot_index: int, views: list[torch.Tensor]) -> list[int]:
         """Copy what cannot wait; the indices of what can."""
@@ -225,6 +233,22 @@ class Capturer:
         if layout.hash != self._layout.hash:
             self._forget_slots()
         self._layout = layout
+
+    def _choose_road(self, sources: list[Source]) -> None:
+        """Through the ring if most bytes are on its device: offloaded state would only take the longer way."""
+        ring = self._ring
+        if ring is None:
+            return
+        sizes = [
+            (source.tensor.device, item.size_bytes) for source, item in zip(sources, self._layout.items, strict=True)
+        ]
+        on_device = sum(size_bytes for device, size_bytes in sizes if device == ring.device)
+        is_on_device = 2 * on_device >= sum(size_bytes for _, size_bytes in sizes)
+        if is_on_device and self._gatherer is None:
+            self._gatherer = Gatherer(ring)
+        elif not is_on_device:
+            self._gatherer = None
+        self._late_device = ring.device if is_on_device else torch.device("cpu")
 
     def _forget_slots(self) -> None:
         self._views = {}

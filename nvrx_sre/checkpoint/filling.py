@@ -31,8 +31,9 @@ class Filling:
     slot: int
     header: SlotHeader
     """Without its digest until the seal."""
-    tensors: Sequence[torch.Tensor]
-    """Those that are left, which only a tracked optimizer changes."""
+    watched: Sequence[torch.Tensor]
+    """Those that are left, which only a tracked optimizer changes: a DTensor and this rank's part of it, since a change
+    through either moves the counter of that one alone."""
     versions: list[int]
     """Version counters at the boundary: one that moves is proof of a change, one that does not is none."""
     is_whole: bool = False
@@ -54,7 +55,7 @@ class Filling:
         raise NotImplementedError
 
     def _is_as_it_was(self) -> bool:
-        return self.versions == [tensor._version for tensor in self.tensors]
+        return self.versions == [tensor._version for tensor in self.watched]
 
 
 @dataclass(kw_only=True)
@@ -62,13 +63,14 @@ class HostFilling(Filling):
     """From host memory."""
 
     views: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
 
     def copy(self) -> None:
         if self.tensors:
             with torch.no_grad():
                 torch._foreach_copy_(list(self.views), list(self.tensors))
         self.is_whole = self._is_as_it_was()
-        self.views, self.tensors = (), ()
+        self.views = self.tensors = self.watched = ()
 
     def seal(self) -> None:
         """Blocks for the digest, about 23 GB/s."""
@@ -96,7 +98,7 @@ class DeviceFilling(Filling):
         # Read in this order: what is let go on has its verdict before it changes anything.
         is_as_it_was = self._is_as_it_was()
         self.is_whole = counts and (is_as_it_was or self._was_intact == [True])
-        self.tensors = ()
+        self.watched = ()
 
     def seal(self) -> None:
         """Blocks for nothing: the device has made the sums."""

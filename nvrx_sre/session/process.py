@@ -56,6 +56,8 @@ class RankProcess:
         self.slots: SlotFile | None = None
         self.ring: Ring | None = None
         """What captures and restores pass through on a device, from the first restore on."""
+        self.told_snapshot: bool | None = None
+        """What its log says of how captures leave the device."""
         self.hot_schedule = HotSchedule(0)
         self.knows_no_hot_tier = False
         """It was said that this run has none."""

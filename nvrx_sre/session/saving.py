@@ -2,7 +2,8 @@
 
     boundary of step s     begin the capture in the main thread, go on training
     thread                 copy -> seal -> tell the launcher
-    before an optimizer    wait for the copy (a hook on every tracked optimizer); a device waits by itself
+    before an optimizer    wait for the copy (a hook on every tracked optimizer); a device waits by itself. So do an
+                           evaluation and the end of a pass over a tracked loader, where weights are changed by hand
     next capture, the end  wait for the seal
 
 On a device the first captures are skipped while slots are mapped and locked, which takes seconds; on the CPU they wait.
@@ -65,7 +66,7 @@ class HotSaver:
         self._untold: wire.Sealed | None = None
         """End of the newest capture, if the channel had no room for it."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nvrx-capture")
-        self._hooks = [item.register_step_pre_hook(self._before_step) for item in capturer.optimizers]
+        self._hooks = [item.register_step_pre_hook(self.let_change) for item in capturer.optimizers]
         self.num_captured = 0
         self.num_skipped = 0
 
@@ -84,7 +85,7 @@ class HotSaver:
         if not durable and not self._process.hot_schedule.is_due(step):
             self._prepare_slots()
             return Captured(slot=-1, durable=False)
-        slot = self._capture(step, durable)
+        slot = self._capture(step, durable, waits=durable)
         self._save_requested, self._is_owed = False, durable and slot < 0
         return Captured(slot=slot, durable=is_due)
 
@@ -102,13 +103,25 @@ class HotSaver:
         if step > self._newest:
             self._process.control.enter(Phase.SAVE, tell=False)
             self._wait_sealed()
+            self._tell_untold()
             slots = self._process.slots
             if slots is not None:
-                self._process.control.wait_until(lambda: self._free_slot(slots, step) is not None)
-            self._capture(step, durable=False)
+                self._process.control.wait_until(lambda: self._is_slot_free(slots, step))
+            self._capture(step, durable=False, waits=True)
         self._wait_sealed()
+        self._tell_untold()
+
+    def _tell_untold(self) -> None:
+        """What the launcher has not heard may be what keeps every slot from being free. Waits for room."""
         if self._untold is not None:
             self._process.control.send(self._untold)
+            self._untold = None
+
+    def _is_slot_free(self, slots: SlotFile, step: int) -> bool:
+        """True if `step` may be captured. Waiting for the writer is no hang of this rank: it has its own deadline."""
+        if slots.held_slot >= 0:
+            self._process.control.progress += 1
+        return self._free_slot(slots, step) is not None
 
     def close(self) -> None:
         """Let a running copy finish and end the thread. The generation is over; nothing is interrupted any more."""
@@ -119,10 +132,13 @@ class HotSaver:
         if self._capturer.ring is not None:
             self._capturer.ring.release()
 
-    def _capture(self, step: int, durable: bool) -> int:
+    def _capture(self, step: int, durable: bool, *, waits: bool) -> int:
+        """The slot, -1 if none is free. `waits`: also on a device for slots that are not mapped yet."""
         self._wait_sealed()
+        if self._untold is not None and self._process.control.channel.send_nowait(self._untold):
+            self._untold = None
         needs = self._needs()
-        waits = durable or self._capturer.ring is None
+        waits = waits or self._capturer.ring is None
         if not waits and not self._process.has_slots(self._generation, *needs):
             self.num_skipped += 1
             return -1
@@ -160,12 +176,22 @@ class HotSaver:
             now_mono_ns=self._process.control.clock.monotonic_ns(),
         )
         filling.counts = lambda: self._process.control.interrupted < self._generation
+        self._say_how(filling.header.data_bytes)
         self._filling = filling if self._is_overlapped else None
         if self._is_overlapped or filling.let_change():
             self._copied = self._thread.submit(filling.copy)
         else:
             filling.copy()
         self._sealed = self._thread.submit(self._seal, filling, step)
+
+    def _say_how(self, data_bytes: int) -> None:
+        """Once a process, and again if it has changed: whether a device has room for a snapshot."""
+        ring = self._capturer.ring
+        if ring is None or ring.is_snapshot is self._process.told_snapshot:
+            return
+        self._process.told_snapshot = ring.is_snapshot
+        how = "a snapshot on the device" if ring.is_snapshot else "a few pieces of the device's memory, which is short"
+        print(f"nvrx-sre: captures of {data_bytes >> 20:,} MiB go through {how}", file=sys.stderr)
 
     def _seal(self, filling: Filling, step: int) -> None:
         """In the thread, after the copy: publish the slot, or say that nobody will."""
@@ -190,8 +216,8 @@ class HotSaver:
         )
         self._untold = None if control.channel.send_nowait(told) else told
 
-    def _before_step(self, *_: Any) -> None:
-        """Hook of every tracked optimizer: what it is about to change must be copied."""
+    def let_change(self, *_: Any) -> None:
+        """What was left to copy at the boundary may be changed after this; blocks for the copy. Optimizers' hook."""
         filling, self._filling = self._filling, None
         copied = self._copied
         if filling is None or filling.let_change() or copied is None:

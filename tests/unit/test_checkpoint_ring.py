@@ -98,6 +98,17 @@ def test_capture_holds_every_tensor(state: State) -> None:
     assert same(state.stored(0), state.tensors())
 
 
+def test_offloaded_state_is_captured_from_the_host() -> None:
+    """A rank on a device whose state is in host memory: as without a device, which would only be a longer way."""
+    made = State(1)
+    capturer = Capturer(made.tracked, ring=Ring(torch.device("meta")))
+    capturer.capture(made.slots, 0, 1, 1, False, 1)
+    header = made.slots.header(0)
+    assert header is not None and not header.is_summed
+    assert capturer.ring is None
+    made.slots.close()
+
+
 def test_later_captures_hold_later_values(state: State) -> None:
     """Remembered routes lead to what the tensors hold by then, staged ones included."""
     state.capture(0, 1)

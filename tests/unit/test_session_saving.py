@@ -14,6 +14,7 @@ import torch
 
 from nvrx_sre.checkpoint.capture import Capturer, parse_blob, slot_views
 from nvrx_sre.checkpoint.filling import HostFilling
+from nvrx_sre.checkpoint.ring import Ring
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.events import messages as wire
 from nvrx_sre.session.process import HotSchedule
@@ -44,6 +45,7 @@ class Rank:
         process: Any = SimpleNamespace(
             settings=SimpleNamespace(save_every=50),
             slots=None,
+            told_snapshot=None,
             hot_schedule=HotSchedule(hot_every),
             slots_for=self._slots_for,
             ask_slots=lambda generation, layout_hash, data_bytes, blob_bytes: self.asked.append(
@@ -52,6 +54,7 @@ class Rank:
             control=SimpleNamespace(
                 clock=self.clock,
                 interrupted=-1,
+                progress=0,
                 channel=SimpleNamespace(send_nowait=self._send_nowait),
                 send=self.told.append,
                 enter=lambda *_, **__: None,
@@ -195,6 +198,17 @@ def test_a_seal_that_found_no_room_is_told_at_the_end(rank: Rank) -> None:
     assert [item.step for item in rank.told] == [1]
 
 
+def test_a_seal_that_found_no_room_is_told_before_the_next_capture(rank: Rank) -> None:
+    """Until the launcher knows of it no slot may be free: it would keep every later step from being captured."""
+    rank.has_room = False
+    rank.saver.at_boundary(1)
+    rank.step()
+    rank.has_room = True
+    rank.saver.at_boundary(2)
+    rank.saver.finish(2)
+    assert [item.step for item in rank.told] == [1, 2]
+
+
 def test_a_change_by_something_else_voids_the_capture(
     rank: Rank, gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,6 +283,7 @@ def test_the_last_step_waits_for_the_slot_that_the_writer_reads() -> None:
     assert rank.saver.at_boundary(3).slot == -1
     rank.saver.finish(3)
     assert (rank.told[-1].step, rank.told[-1].slot) == (3, 0)
+    assert rank.process.control.progress == 1, "as long as the writer holds it, the rank is not hung"
     rank.close()
 
 
@@ -326,3 +341,47 @@ def test_what_a_copy_raises_reaches_the_training_function(rank: Rank, monkeypatc
     with pytest.raises(RuntimeError, match="no copy today"):
         rank.step()
     assert rank.slots is not None and rank.slots.headers() == [None] * 3
+
+
+def on_a_device(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The rank captures through a ring; what is appended says whether its slots are there, False at first."""
+    are_there = [False]
+    tracked = {"model": rank.model, "optimizer": rank.optimizer, "position": rank.position}
+    rank.saver.close()
+    rank.saver = HotSaver(
+        rank.process, Capturer(tracked, ring=Ring(torch.device("cpu"))), generation=1, restored_step=0
+    )
+    monkeypatch.setattr(rank.process, "has_slots", lambda *_: are_there[-1], raising=False)
+    return are_there
+
+
+def test_on_a_device_no_step_waits_for_slots_that_are_being_mapped(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To map and lock them takes seconds: captures are skipped and counted until they are there."""
+    are_there = on_a_device(rank, monkeypatch)
+    assert rank.saver.at_boundary(1).slot == -1
+    assert (rank.saver.num_captured, rank.saver.num_skipped, rank.wanted) == (0, 1, [])
+    are_there.append(True)
+    slot = rank.saver.at_boundary(2).slot
+    rank.saver.finish(2)
+    assert rank.saver.num_captured == 1 and torch.equal(rank.stored(slot)["model.weight"], rank.model.weight)
+
+
+def test_a_due_save_and_the_end_wait_for_slots_on_a_device(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What must not be lost is worth the seconds."""
+    on_a_device(rank, monkeypatch)
+    assert rank.saver.at_boundary(50).slot >= 0
+    rank.step()
+    rank.saver.finish(51)
+    assert [told.step for told in rank.told] == [50, 51]
+
+
+def test_on_a_device_an_optimizer_does_not_wait_for_the_drain(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device holds its own work back; the training function books no waiting, and the slot has the old values."""
+    are_there = on_a_device(rank, monkeypatch)
+    are_there.append(True)
+    before = rank.model.weight.detach().clone()
+    slot = rank.saver.at_boundary(1).slot
+    rank.step()
+    assert rank.saver.take_waited_ns() == 0
+    rank.saver.finish(1)
+    assert torch.equal(rank.stored(slot)["model.weight"], before)
