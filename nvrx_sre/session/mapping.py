@@ -58,5 +58,8 @@ class Mapper:
             return ""
         from nvrx_sre.checkpoint import page_lock
 
-        with torch.cuda.device(self.device_index):
-            return page_lock.lock(slots, rest=self._hurries.wait)
+        try:
+            with torch.cuda.device(self.device_index):
+                return page_lock.lock(slots, rest=self._hurries.wait)
+        except RuntimeError as error:  # taken by another process alone, or lost
+            return f"no device to lock slots for: {str(error).splitlines()[0]}"

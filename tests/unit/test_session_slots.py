@@ -13,6 +13,7 @@ import pytest
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.events import messages as wire
+from nvrx_sre.session.mapping import Mapper
 from nvrx_sre.session.process import RankProcess
 
 LIMIT_S = 30.0
@@ -126,3 +127,40 @@ def test_slots_that_cannot_be_mapped_are_reported_where_they_are_needed(launcher
     launcher._grant(wire.SlotsGranted(data_bytes=LARGE[0], blob_bytes=LARGE[1]), os.dup(made.fd))
     with pytest.raises(UserError, match="were announced"):
         launcher.process.slots_for(1, "h", *LARGE)
+
+
+def test_slots_are_mapped_although_no_device_can_be_had(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device that is another process's alone: said once, and copied the slow way; nobody waits for ever."""
+
+    def refuse(_: int) -> Any:
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device", refuse)
+    launcher.process.ask_slots(1, "h", *SMALL)
+    launcher.grant(SMALL)
+    slots = launcher.process.slots_for(1, "h", *SMALL)
+    assert slots.lock_piece_bytes == 0
+    launcher.process.ask_slots(1, "h", *LARGE)
+    made = launcher.grant(LARGE)
+    assert is_same(launcher.process.slots_for(1, "h", *LARGE), made)
+    said = capsys.readouterr().err
+    assert said.count("busy or unavailable") == 1 and "several times as long" in said and "more" not in said
+
+
+def test_whoever_waits_for_slots_lets_the_lock_hurry() -> None:
+    """The rests between pieces are for the training; a process that is about to be a rank has no time for them."""
+    mapper = Mapper()
+    rests: list[bool] = []
+    begun = threading.Event()
+
+    def lock() -> None:
+        begun.set()
+        rests.append(mapper._hurries.wait(LIMIT_S))
+
+    mapper.put(lock)
+    assert begun.wait(LIMIT_S)
+    mapper.settle()
+    assert rests == [True]
