@@ -194,15 +194,19 @@ _REPLACE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 def split(text: str) -> tuple[str, object | None]:
-    """(stacks, the flight recorder's trace or None): a trace that was cut is left out."""
+    """(stacks, the flight recorder's trace or None): a trace that was cut is left out.
+
+    The monitor thread may have written it into a line of the stack that the main thread was writing, word by word.
+    """
     stack: list[str] = []
     trace = None
     for line in text.splitlines(keepends=True):
-        if not line.startswith(TRACE_MARK):
-            stack.append(line)
-            continue
-        with contextlib.suppress(ValueError):
-            trace = json.loads(line.removeprefix(TRACE_MARK))
+        before, mark, found = line.partition(TRACE_MARK)
+        try:
+            trace = json.loads(found) if mark else trace
+        except ValueError:
+            mark = "" if before else mark  # a line of the user's that holds the mark, or a trace that was cut
+        stack.append(before if mark else line)
     return "".join(stack), trace
 
 

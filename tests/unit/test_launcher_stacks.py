@@ -322,6 +322,21 @@ def test_a_trace_that_was_cut_is_left_out(keeper: StackKeeper, tmp_path: Path) -
     assert files(keeper, tmp_path) == {"00001/g00000-rank-00000.stacks.txt": "a stack\n"}
 
 
+def test_a_trace_in_the_middle_of_a_line_of_the_stack_is_found(keeper: StackKeeper, tmp_path: Path) -> None:
+    """faulthandler writes a stack word by word, in the main thread, while the monitor thread writes the trace."""
+    file = keeper.open(1, 0)
+    file.write('  File "train.py", line ')
+    file.write(f'{TRACE_MARK}{{"entries": []}}\n')
+    file.write("7 in step\n")
+    file.write(f"ValueError: no trace: {TRACE_MARK}of it\n")
+    keeper.keep(1)
+    found = files(keeper, tmp_path)
+    assert json.loads(found["00001/g00000-rank-00000.trace.json"]) == {"entries": []}
+    assert found["00001/g00000-rank-00000.stacks.txt"] == (
+        f'  File "train.py", line 7 in step\nValueError: no trace: {TRACE_MARK}of it\n'
+    )
+
+
 def entry(number: int, **more: object) -> dict[str, object]:
     """An entry of the recorder."""
     return {"record_id": number, "profiling_name": "nccl:all_reduce", "frames": ["not kept"], **more}
