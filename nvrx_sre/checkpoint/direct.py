@@ -5,6 +5,7 @@
 
 The kernel takes only whole blocks from memory and to places that are aligned. A file system that does not know the way
 (some in memory or on a network) is read through the cache by the same call; `make_direct` says so to whoever writes.
+One that takes the flag and then refuses a piece (EINVAL: it wants other blocks) gets that and all after it as usual.
 
 Thread safety: none. Blocking: each piece until the disk has it. Must not: import torch.
 """
@@ -15,7 +16,8 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 PIECE_BYTES = 1 << 20
@@ -62,9 +64,12 @@ class DirectFile:
         while done < self._held_bytes:
             if done:  # the disk took a part: the rest is not aligned
                 _switch(self._descriptor, 0)
-            done += os.pwrite(self._descriptor, self._piece[done : self._held_bytes], self._written_bytes + done)
+            done += _or_cached(self._descriptor, partial(self._write_from, done))
         self._written_bytes += done
         self._held_bytes = 0
+
+    def _write_from(self, done: int) -> int:
+        return os.pwrite(self._descriptor, self._piece[done : self._held_bytes], self._written_bytes + done)
 
 
 def read_pieces(path: Path) -> Iterator[memoryview]:
@@ -73,12 +78,23 @@ def read_pieces(path: Path) -> Iterator[memoryview]:
     try:
         _switch(descriptor, os.O_DIRECT)
         buffer = memoryview(mmap.mmap(-1, READ_BYTES))
-        while num_bytes := os.readv(descriptor, [buffer]):
+        while num_bytes := _or_cached(descriptor, lambda: os.readv(descriptor, [buffer])):
             yield buffer[:num_bytes]
             if num_bytes % mmap.PAGESIZE:  # the end, or a part: what follows is not aligned
                 _switch(descriptor, 0)
     finally:
         os.close(descriptor)
+
+
+def _or_cached(descriptor: int, move: Callable[[], int]) -> int:
+    """`move`, once more through the page cache if the file system takes no such piece directly."""
+    try:
+        return move()
+    except OSError as error:
+        if error.errno != errno.EINVAL or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise
+    _switch(descriptor, 0)
+    return move()
 
 
 def _switch(descriptor: int, direct: int) -> bool:

@@ -1,8 +1,9 @@
 """A bound on how fast the writer writes, so that training keeps its cores and its disk.
 
 Model: after each piece the next one may start only when the rate allows it. Time that went by unused is not saved
-up, so no burst follows a stall. Pages go to the disk piece by piece (`sync_file_range`), so that the fsync at the end
-has next to nothing left and does not flush seconds of dirty pages at once.
+up, so no burst follows a stall. When there is no training left to protect, the bound is lifted, also within a save:
+the last one must be whole before the run's time is up. Pages go to the disk piece by piece (`sync_file_range`), so that
+the fsync at the end has next to nothing left and does not flush seconds of dirty pages at once.
 
 Thread safety: one thread a pacer. Blocking: that is its purpose.
 """
@@ -13,6 +14,7 @@ import ctypes
 import errno
 import os
 import threading
+from collections.abc import Callable
 
 from nvrx_sre.core.clock import SystemClock, seconds, to_ns
 
@@ -21,30 +23,40 @@ PIECE_BYTES = 1 << 20
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP})
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_NEVER = threading.Event()
+
+Wait = Callable[[float], bool]
+"""Waits for so many seconds; False, at any time, if there is no need to go slowly any more."""
+
+
+def wait_idly(wait_s: float) -> bool:
+    """A `Wait` that nothing cuts short."""
+    # The wait is the purpose here: there is nothing else to wait on.
+    return not _NEVER.wait(wait_s)
 
 
 class Pacer:
     """Keeps the rate of one save under a bound; without one it only counts."""
 
-    def __init__(self, bandwidth_bytes_s: float | None) -> None:
+    def __init__(self, bandwidth_bytes_s: float | None, wait: Wait = wait_idly) -> None:
         self._bandwidth_bytes_s = bandwidth_bytes_s
         self._clock = SystemClock()
         self._next_ns = 0
-        self._never = threading.Event()
+        self._wait = wait
+        self._is_lifted = False
 
     @property
     def is_bounded(self) -> bool:
-        """There is a bound."""
+        """There is a bound, or was when the save began."""
         return self._bandwidth_bytes_s is not None
 
     def wrote(self, num_bytes: int) -> None:
         """Account for a piece; blocks until the rate allows the next one."""
-        if self._bandwidth_bytes_s is None:
+        if self._bandwidth_bytes_s is None or self._is_lifted:
             return
         now_ns = self._clock.monotonic_ns()
         self._next_ns = max(self._next_ns, now_ns) + to_ns(num_bytes / self._bandwidth_bytes_s)
-        # The wait is the purpose here: there is nothing else to wait on.
-        self._never.wait(seconds(self._next_ns - now_ns))
+        self._is_lifted = not self._wait(seconds(self._next_ns - now_ns))
 
 
 def start_writeback(descriptor: int, offset: int, num_bytes: int) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nvrx_sre.checkpoint import direct, pacing
 from nvrx_sre.checkpoint.manifest import FileEntry
-from nvrx_sre.checkpoint.pacing import Pacer
+from nvrx_sre.checkpoint.pacing import Pacer, Wait, wait_idly
 from nvrx_sre.checkpoint.stages import AtStage, unwatched
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE
 
@@ -34,6 +34,8 @@ class WriteOptions:
 
     bandwidth_bytes_s: float | None = None
     """Upper bound of the rate at which a save writes; None for no bound."""
+    wait: Wait = wait_idly
+    """How a bounded save spends the time between two pieces."""
     at_stage: AtStage = unwatched
     """Told of each file's `write`, `fsync` and `file`."""
 
@@ -131,7 +133,7 @@ class ChecksumFileSystem(FileSystem):
         self.sums: dict[str, FileEntry] = {}
         self.error: OSError | None = None
         self._options = options
-        self._pacer = Pacer(options.bandwidth_bytes_s)
+        self._pacer = Pacer(options.bandwidth_bytes_s, options.wait)
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:

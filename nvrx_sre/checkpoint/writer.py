@@ -1,8 +1,9 @@
 """The node's writer process; its arguments are RUN_DIR RUN [options].
 
 A child of the launcher, outside every process group: it maps the ranks' slots by descriptors that come over
-its channel, takes `WriteSave`, and answers with `WriterProgress`: written, committed, verified, or failed. It deletes
-what is surplus when it is told to (`Retain`). One save at a time; the launcher does not hand over a second. Dead ranks
+its channel, takes `WriteSave`, and answers with `WriterProgress`: written, committed, verified, or failed. A bounded
+save (`checkpoint.pacing`) says now and then that it is being written, and loses its bound at `Hurry`. It deletes what
+is surplus when it is told to (`Retain`). One save at a time; the launcher does not hand over a second. Dead ranks
 change nothing: the slots are the launcher's. A full or failing disk ends that save and not the process.
 
 It blocks in `channel.receive` and ends at `Leave`, at the end of the channel, or with its parent (SIGKILL).
@@ -15,8 +16,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ from nvrx_sre.checkpoint.parts import Share
 from nvrx_sre.checkpoint.retention import Deleted, Retention
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.checkpoint.stages import unwatched
-from nvrx_sre.core.clock import SystemClock, seconds
+from nvrx_sre.core.clock import SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import StorageError, UserError
 from nvrx_sre.core.output import survive_a_full_disk
 from nvrx_sre.core.processes import start_ticks
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 NICENESS = 5
 """Below training, which gets three times the share of a core that both want: a save has the whole interval between
 saves, a step has not."""
+TELL_EVERY_S = 10.0
+"""A bounded save says so often that it goes on, or it would be taken for a hung one (`deadlines.save_s`)."""
 MESSAGE_CHARACTERS_MAX = 500
 RETENTION_WAIT_S = 2.0
 """Longest wait for a delete in hand when the writer is to leave; the next start of the run finishes it."""
@@ -77,15 +82,22 @@ class Writer:
         self._config = config
         self._channel = channel
         self._clock = SystemClock()
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
         self._slot_files: dict[int, SlotFile] = {}
         self._watcher = watcher
         self._at_stage = unwatched if watcher is None else watcher.at
+        self._heard: deque[tuple[wire.Message, list[int]] | None] = deque()
+        """What came while a save was being written."""
+        self._is_hurried = False
+        self._writing: wire.WriteSave | None = None
+        self._told_ns = 0
         self._saver: Saver | None = None
         self._retention = Retention(config.run_dir, config.run, self._deleted, log, self._at_stage)
 
     def serve(self) -> None:
         """Handle messages until `Leave` or the end of the channel; a delete in hand may finish, bounded."""
-        while (received := self._channel.receive()) is not None:
+        while (received := self._next()) is not None:
             message, descriptors = received
             if isinstance(message, wire.Leave):
                 break
@@ -95,9 +107,31 @@ class Writer:
                 self.save(message)
             elif isinstance(message, wire.Retain):
                 self._retention.request(message.keep, message.epoch)
+            elif isinstance(message, wire.Hurry):
+                self._is_hurried = True
             elif isinstance(message, wire.Doorbell):
                 self._channel.take_over(descriptors)
         self._retention.wait_idle(RETENTION_WAIT_S)
+
+    def _next(self) -> tuple[wire.Message, list[int]] | None:
+        return self._heard.popleft() if self._heard else self._channel.receive()
+
+    def _wait_for_pace(self, wait_s: float) -> bool:
+        """A `pacing.Wait` that hears when the run ends, and says that a slow save is not a hung one."""
+        until_ns = self._clock.monotonic_ns() + to_ns(wait_s)
+        while not self._is_hurried and (left_s := seconds(until_ns - self._clock.monotonic_ns())) > 0:
+            if self._poll.poll(min(left_s, TELL_EVERY_S) * 1000):
+                received = self._channel.receive()
+                self._heard.append(received)
+                self._is_hurried = received is None or isinstance(received[0], wire.Hurry)
+            self._tell_writing()
+        return not self._is_hurried
+
+    def _tell_writing(self) -> None:
+        now_ns = self._clock.monotonic_ns()
+        if self._writing is not None and now_ns - self._told_ns >= to_ns(TELL_EVERY_S):
+            self._told_ns = now_ns
+            self._report(self._writing, "writing", "", 0, now_ns)
 
     def _map(self, message: wire.MapSlots, descriptors: list[int]) -> None:
         old = self._slot_files.pop(message.rank, None)
@@ -111,7 +145,8 @@ class Writer:
 
     def save(self, message: wire.WriteSave) -> None:
         """One save, from slots to the verified commit. Reports every stage; never raises for storage or data."""
-        started_ns = self._clock.monotonic_ns()
+        started_ns = self._told_ns = self._clock.monotonic_ns()
+        self._writing = message
         if self._watcher is not None:
             self._watcher.begin(message.step, message.passes)
         for rank in [rank for rank in self._slot_files if rank >= message.world_size]:
@@ -156,7 +191,9 @@ class Writer:
         from nvrx_sre.checkpoint.storage import WriteOptions
 
         if self._saver is None:
-            options = WriteOptions(bandwidth_bytes_s=self._config.bandwidth_bytes_s, at_stage=self._at_stage)
+            options = WriteOptions(
+                bandwidth_bytes_s=self._config.bandwidth_bytes_s, wait=self._wait_for_pace, at_stage=self._at_stage
+            )
             self._saver = Saver(self._config.run_dir, options)
         return self._saver
 

@@ -9,6 +9,7 @@ Must not: import torch, or start anything.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from nvrx_sre.telemetry.labels import RankMetrics
 LIMITS_KEY = "nvrx_sre.limits"
 DEFAULT_RUNS = Path("runs")
 AUTO = "auto"
+WRITE_BANDWIDTH_MB_S_MIN = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +285,11 @@ def _build(values: dict[str, Any]) -> RunOptions:
     if linger_s:
         fields_of.setdefault("telemetry", {})["metrics_linger_s"] = linger_s
     bandwidth_mb_s = values["write_bandwidth"]
+    # A range lets through what is no number, and infinity is said by leaving the option out.
+    if bandwidth_mb_s is not None and not WRITE_BANDWIDTH_MB_S_MIN <= bandwidth_mb_s < math.inf:
+        raise UserError(
+            f"--write-bandwidth {bandwidth_mb_s:g}: give MB/s from {WRITE_BANDWIDTH_MB_S_MIN:g} on, or leave it out"
+        )
     return RunOptions(
         run=run,
         run_dir=run_dir,

@@ -213,7 +213,7 @@ class Finished(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WriterProgress(Message):
-    """The writer's report on the save of `step`. `stage`: written, committed, verified, failed.
+    """The writer's report on the save of `step`. `stage`: writing (bounded), written, committed, verified, failed.
 
     `reason` is a `schema.SaveFailure` when `stage` is failed, else ''. `attempt`: that of the `WriteSave`.
     """
@@ -389,6 +389,11 @@ class Retain(Message):
 
     keep: int
     epoch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hurry(Message):
+    """To the writer: the run ends, nobody trains beside it any more: write without a bound, what is begun as well."""
 
 
 @dataclass(frozen=True, kw_only=True)

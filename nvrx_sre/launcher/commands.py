@@ -276,6 +276,11 @@ class ReleaseSlots(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HurrySaves(Command):
+    """The run ends: have all writers write as fast as they can."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RetainSaves(Command):
     """A save is verified, and no rank restores: have the writer delete what is surplus now."""
 

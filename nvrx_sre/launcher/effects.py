@@ -81,6 +81,7 @@ class Effects:
             c.EndAttempt: self._end_attempt,
             c.ReleaseBoundary: self._to_all_nodes,
             c.ReleaseSlots: self._to_all_nodes,
+            c.HurrySaves: lambda _: self._to_all_nodes(c.TellWriter(message=wire.Hurry())),
             c.RetainSaves: lambda _: self._to_node(
                 OWN_NODE, c.TellWriter(message=wire.Retain(keep=config.keep, epoch=epoch))
             ),

@@ -37,7 +37,8 @@ _ORDER = {
 }
 """Position of a phase in a generation; inside the loop the step and the points passed tell."""
 _IN_LOOP = 4
-_REARMED_BY_POINTS = frozenset({Phase.FIRST_STEP, Phase.STEP})
+_REARMED_BY_POINTS = frozenset({Phase.FIRST_STEP, Phase.STEP, Phase.SAVE})
+"""A save with points: at the end a rank waits for a slot that the writer reads, for as long as that takes."""
 _SILENT_SHARE = 0.5
 """A rank is silent if nothing was heard for this share of the expired limit; ranks speak every 0.25 s."""
 

@@ -17,7 +17,7 @@ from typing import Any
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import Role, RunFinished
-from nvrx_sre.launcher.commands import Stop
+from nvrx_sre.launcher.commands import HurrySaves, Stop
 from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_job import Job, Stage
 from nvrx_sre.launcher.machine_roster import ChildState, Roster
@@ -113,6 +113,7 @@ class Shutdown:
     def _begin(self, exit_code: int, reason: str, drain_s: float, now_ns: int) -> None:
         self._commits.flush()
         self._job.stage = Stage.STOPPING
+        self._job.command(HurrySaves())
         self._exit_code = exit_code
         self._reason = reason
         self._drain_until_ns = now_ns + to_ns(drain_s)

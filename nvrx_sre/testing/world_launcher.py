@@ -98,6 +98,7 @@ class SimLauncher:
             c.StrandSlots: self._on_strand,
             c.StartSave: self._on_start_save,
             c.EndAttempt: self._on_end_attempt,
+            c.HurrySaves: lambda command: None,
             c.RetainSaves: lambda command: self._on_retain(),
             c.ReleaseSlots: self._on_release,
             c.Fence: self._on_fence,

@@ -19,7 +19,7 @@ from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import NothingRestorable
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase, RejectReason, RestoredFrom, Role, Tier
-from nvrx_sre.testing.world_disk import content
+from nvrx_sre.testing.world_disk import Slots, content
 from nvrx_sre.testing.world_faults import inject
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ class SimWorker(SimChild):
         self.generation = 0
         self.step = 0
         self.restored_step = 0
+        self.captured_step = 0
+        """Newest step that a slot holds or is taking."""
         self.state = FRESH
         self.progress = 0
         self.is_waiting = True
@@ -150,6 +152,8 @@ class SimWorker(SimChild):
         """What the next step takes longer than usual."""
         self._seconds = 0.0
         self._is_copying = False
+        self._untold: tuple[SlotHeader, int] | None = None
+        """The newest seal, if the socket had no room for it."""
         self._after_copy: Callable[[], None] | None = None
 
     def begin(self) -> None:
@@ -168,6 +172,7 @@ class SimWorker(SimChild):
         """Run the training function in `generation`."""
         self.generation = generation
         self.step = 0
+        self._untold = None
         self.is_waiting = self.has_finished = False
         self._seconds = 0.0
         self._enter(Phase.RENDEZVOUS)
@@ -281,7 +286,7 @@ class SimWorker(SimChild):
         )
 
     def _restored(self, source: str, step: int, state: str) -> None:
-        self.step = self.restored_step = step
+        self.step = self.restored_step = self.captured_step = step
         self.state = state
         self.send(
             wire.Restored(generation=self.generation, step=step, source=source, seconds=0.01, mono_ns=self.now_ns)
@@ -292,7 +297,7 @@ class SimWorker(SimChild):
 
     def _compute(self) -> None:
         if self.step >= self.world.config.num_steps:
-            self._when_copied(self._finish)
+            self._when_copied(self._capture_last)
             return
         self.later(0.0, 0.05, self._pass_middle)
 
@@ -329,25 +334,48 @@ class SimWorker(SimChild):
         if not durable and (every == 0 or self.step % every):
             self._report(-1, durable)
             return
+        if self._untold is not None:
+            self._tell_sealed(*self._untold)
         mine = self.launcher.slots[self.rank]
         slot = mine.free_slot(self.step, self.generation, self.restored_step)
         if slot is None:
             world.reach("no slot was free")
             self._report(-1, durable)
             return
-        mine.contents[slot], mine.filling[slot] = None, self.step
-        self._begin_copy(content(self.generation, self.step, self.state), slot, mine.contents)
+        self._begin_copy(mine, slot)
         if world.config.late_report_rate and world.rng.random() < world.config.late_report_rate:
             self._when_copied(lambda: self._report(slot, durable))
         else:
             self._report(slot, durable)
 
-    def _begin_copy(self, header: SlotHeader, slot: int, contents: list[SlotHeader | None]) -> None:
+    def _capture_last(self) -> None:
+        """Training is done: capture its state unless it is, once a slot is free."""
+        if self.captured_step >= self.step:
+            self._finish()
+            return
+        self._enter(Phase.SAVE)
+        while self._untold is not None:  # this time it waits for room
+            self._tell_sealed(*self._untold)
+        self._take_slot()
+
+    def _take_slot(self) -> None:
+        mine = self.launcher.slots[self.rank]
+        slot = mine.free_slot(self.step, self.generation, self.restored_step)
+        if slot is None:
+            self.progress += mine.held_slot >= 0  # no hang: the writer has a deadline of its own
+            self.later(0.01, 0.05, self._take_slot)
+            return
+        self._begin_copy(mine, slot)
+        self._when_copied(self._finish)
+
+    def _begin_copy(self, mine: Slots, slot: int) -> None:
         """Copy beside the next step, in a thread that an interrupt does not stop; the slot is told sealed after it."""
-        self._is_copying = True
+        header = content(self.generation, self.step, self.state)
+        mine.contents[slot], mine.filling[slot] = None, self.step
+        self._is_copying, self.captured_step = True, self.step
 
         def copied() -> None:
-            contents[slot] = header
+            mine.contents[slot] = header
             self._tell_sealed(header, slot)
             self._is_copying = False
             then, self._after_copy = self._after_copy, None
@@ -357,7 +385,8 @@ class SimWorker(SimChild):
         self.world.schedule(self.world.rng.uniform(0.001, 0.06), lambda: self._run(copied))
 
     def _tell_sealed(self, header: SlotHeader, slot: int) -> None:
-        if not self._is_dropped(header.step):
+        self._untold = (header, slot) if self._is_dropped(header.step) else None
+        if self._untold is None:
             self.send(wire.Sealed(generation=header.generation, step=header.step, slot=slot, mono_ns=self.now_ns))
 
     def _is_dropped(self, step: int) -> bool:

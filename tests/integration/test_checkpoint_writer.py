@@ -18,8 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nvrx_sre.checkpoint import discover, manifest
+from nvrx_sre.checkpoint import writer as writer_module
 from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import messages as wire
+from nvrx_sre.events.channel import create_pair
 from nvrx_sre.events.schema import SaveFailure
 from tests.chaos.writer_ranks import Ranks
 from tests.checkpoint_directories import commit
@@ -217,6 +219,65 @@ def test_bandwidth_is_bounded(start: Start, ranks: Ranks, tmp_path: Path) -> Non
         if name.endswith(".distcp")
     )
     assert written.seconds >= tensors / 20_000
+
+
+def test_c01_a_writer_killed_in_a_bounded_write_leaves_the_older_commit(
+    start: Start, ranks: Ranks, tmp_path: Path
+) -> None:
+    """SIGKILL between two pieces that go past the page cache; the next writer redoes the save."""
+    commit(tmp_path, 1)
+    writer = start("--bandwidth-bytes-s", "1")
+    ranks.capture(2, 0)
+    writer.request(2, [0, 0])
+    wait_for_attempt(tmp_path)
+    assert writer.kill() == -signal.SIGKILL
+    assert steps(tmp_path) == [1]
+    assert start("--bandwidth-bytes-s", "1e9").save(2, [0, 0])[-1].stage == "verified"
+    assert (steps(tmp_path), leftovers(tmp_path)) == ([2, 1], [])
+
+
+@pytest.mark.parametrize("end", ["hurry", "end of the channel"])
+def test_a_bounded_write_hears_that_the_run_ends(start: Start, ranks: Ranks, tmp_path: Path, end: str) -> None:
+    """A save that would take hours is done at once when nobody trains beside it; what came meanwhile is not lost."""
+    commit(tmp_path, 1)
+    writer = start("--bandwidth-bytes-s", "1")
+    ranks.capture(2, 0)
+    writer.request(2, [0, 0])
+    wait_for_attempt(tmp_path)
+    if end == "hurry":
+        writer.request(3, [1, 1])
+        ranks.capture(3, 1)
+        assert writer.channel.send(wire.Hurry())
+        assert [writer.answers()[-1].stage for _ in range(2)] == ["verified", "verified"]
+        assert writer.leave() == 0
+        assert steps(tmp_path)[:2] == [3, 2]
+    else:
+        writer.channel.close()
+        assert writer.ended() == 0
+        assert steps(tmp_path) == [2, 1]
+
+
+def test_a_bounded_write_says_that_it_goes_on(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its pieces, so that nobody takes it for hung."""
+    monkeypatch.setattr(writer_module, "TELL_EVERY_S", 0.0)
+    discover.checkpoints_path(tmp_path).mkdir(parents=True)
+    ours, theirs = create_pair()
+    config = writer_module.WriterConfig(run_dir=tmp_path, run="demo", bandwidth_bytes_s=1e6)
+    writer = writer_module.Writer(config, theirs)
+    ranks.capture(1, 0)
+    for rank, slots in enumerate(ranks.slots):
+        message = wire.MapSlots(rank=rank, data_bytes=slots.data_bytes, blob_bytes=slots.blob_bytes)
+        assert ours.send(message, (slots.fd,))
+    values = {"epoch": 1, "generation": 1, "world_size": 2, "captured_ns": 1}
+    assert ours.send(wire.WriteSave(step=1, slots=[0, 0], **values)) and ours.send(wire.Leave())
+    writer.serve()
+    theirs.close()
+    said = []
+    while (received := ours.receive()) is not None:
+        assert isinstance(received[0], wire.WriterProgress)
+        said.append(received[0].stage)
+    ours.close()
+    assert said[0] == "writing" and said[-3:] == ["written", "committed", "verified"]
 
 
 def of_node(part: int, attempt: str, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import random
 import resource
@@ -108,3 +109,80 @@ def test_a_full_disk_is_told_with_its_number(tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert stream.error is not None and stream.error.errno == 27
+
+
+@pytest.mark.parametrize("good", [0, 2])
+def test_a_file_system_that_refuses_direct_pieces_gets_them_as_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: int
+) -> None:
+    """It took the flag, and `good` pieces: EINVAL ends neither a save nor the read that verifies it."""
+    content = random.Random(1).randbytes(3 * READ_BYTES + 777)
+    path = tmp_path / "file"
+    seen = {"write": 0, "read": 0}
+
+    def refuse(kind: str, descriptor: int) -> None:
+        seen[kind] += 1
+        if seen[kind] > good and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+
+    pwrite, readv = os.pwrite, os.readv
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, place: [refuse("write", fd), pwrite(fd, view, place)][1])
+    monkeypatch.setattr(os, "readv", lambda fd, views: [refuse("read", fd), readv(fd, views)][1])
+    files = ChecksumFileSystem(WriteOptions(bandwidth_bytes_s=1e12))
+    files.write_file(path, content)
+    assert path.read_bytes() == content
+    assert checksum_file(path) == (len(content), files.sums["file"].xxh3_128)
+
+
+def test_another_refusal_of_a_piece_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EINVAL for a piece that goes through the cache is no question of alignment; an I/O error never is."""
+    with open(tmp_path / "file", "wb") as file:
+        for number, makes_direct in ((22, False), (5, True)):
+            if makes_direct:
+                direct.make_direct(file.fileno())
+            monkeypatch.setattr(os, "pwrite", _raising(number))
+            with pytest.raises(OSError, match=f"Errno {number}"):
+                DirectFile(file.fileno()).write(memoryview(bytes(PIECE_BYTES)))
+
+
+def _raising(number: int) -> Callable[..., int]:
+    def pwrite(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return pwrite
+
+
+def test_a_bit_that_flips_below_the_page_cache_is_seen(tmp_path: Path) -> None:
+    """Pages that are cached and clean are no evidence: what is verified comes from the disk.
+
+    Written past the cache of whoever holds the old pages, as a disk would change them.
+    """
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PIECE_BYTES))
+    with open(path, "r+b", buffering=0) as file:
+        os.fsync(file.fileno())
+        whole = checksum_file(path)
+        mapped = mmap.mmap(file.fileno(), PIECE_BYTES)
+        assert mapped[5] == 0
+        flipped = mmap.mmap(-1, mmap.PAGESIZE)
+        flipped[5] = 1
+        direct.make_direct(file.fileno())
+        os.pwrite(file.fileno(), flipped, 0)
+    assert checksum_file(path) != whole
+    mapped.close()
+
+
+@pytest.mark.parametrize("bandwidth_bytes_s", [1e-3, 1.0, 1e6, 1e15])
+def test_a_pace_waits_for_what_the_rate_says_until_it_is_lifted(bandwidth_bytes_s: float) -> None:
+    """Any rate; once there is no need for it the rest of the save goes as fast as it can."""
+    waits: list[float] = []
+
+    def wait(wait_s: float) -> bool:
+        waits.append(wait_s)
+        return len(waits) < 3
+
+    pacer = Pacer(bandwidth_bytes_s, wait)
+    for _ in range(5):
+        pacer.wrote(1000)
+    assert len(waits) == 3 and pacer.is_bounded
+    assert waits[0] == pytest.approx(1000 / bandwidth_bytes_s, abs=1e-6)

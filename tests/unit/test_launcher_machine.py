@@ -460,7 +460,7 @@ def test_a_run_that_is_ended_in_its_last_save_was_ended(by_person: bool, exit_co
 
 
 def test_a_run_whose_last_step_is_not_saved_is_to_be_started_again() -> None:
-    """Every save failed: what was trained goes with the launcher, so that 0 would say too much. The reason tells why."""
+    """Every save failed: what was trained goes with the launcher, so 0 would say too much. The reason tells why."""
     driven = begun(num_standbys=0)
     driven.step(10, durable=True)
     for rank in range(2):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, Role, SaveFailure, Tier
@@ -53,6 +54,27 @@ def test_a_free_writer_takes_the_newest_sealed_step_of_a_skipped_save() -> None:
     driven.step(27)
     driven.step(30, durable=True)
     assert saved(driven) == [5, 26, 30]
+
+
+def test_a_slow_save_that_says_so_is_not_hung() -> None:
+    """A bound may make a save longer than its deadline; silence ends it."""
+    driven = begun(limits=Limits(deadlines=Deadlines(save_s=20.0)))
+    driven.step(10, durable=True)
+    for _ in range(5):
+        driven.wait(19.0)
+        driven.write(10, "writing")
+    assert not driven.events(schema.SaveFailed)
+    driven.wait(21.0)
+    assert [item.reason for item in driven.events(schema.SaveFailed)] == ["writer_died"]
+
+
+def test_the_bound_of_the_writer_is_lifted_when_the_run_ends() -> None:
+    """Before the last step is handed over: there is no training left that it could slow down."""
+    driven = begun()
+    driven.step(10)
+    assert not driven.all(c.HurrySaves)
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    assert driven.order(c.HurrySaves, c.StartSave) == ["HurrySaves", "StartSave"]
 
 
 def test_a_due_save_that_found_no_slot_is_skipped_once_and_owed() -> None:
