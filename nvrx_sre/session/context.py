@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -139,7 +140,8 @@ class Context:
                 raise UserError(
                     f"ctx.track({name}=...): a {type(value).__name__} cannot be restored in place, use a dict"
                 )
-        follow_loaders(objects)
+        control, me = self._control, weakref.ref(self)  # a script's loader may outlive the generation
+        follow_loaders(objects, lambda: control.step, lambda: _let_change(me()))
         self._tracked.update(objects)
 
     def restore(self) -> int:
@@ -225,6 +227,8 @@ class Context:
         phase = USER_PHASES.get(name)
         if phase is None or self._reports is None:
             raise UserError(f"ctx.phase({name!r}): use one of {', '.join(USER_PHASES)}, after ctx.restore()")
+        if phase is Phase.EVALUATE:
+            self._let_change()
         self._reports.enter(phase)
         self._control.enter(phase, tell=False)
         self._inject(name)
@@ -287,8 +291,18 @@ class Context:
             self._spare.keep(self._tracked)
         self._inject("teardown")
 
+    def _let_change(self) -> None:
+        """Scripts change weights by hand here: block until what the newest commit captures is copied."""
+        if self._saver is not None:
+            self._saver.let_change()
+
     def _inject(self, point: str) -> None:
         """Fire planned faults of the next step; before the restore, of the step after the newest candidate's."""
         if self._injector is not None:
             step = self._control.step if self._saver is not None else self._newest_candidate
             self._injector.at(step + 1, point)
+
+
+def _let_change(context: Context | None) -> None:
+    if context is not None:
+        context._let_change()

@@ -7,6 +7,9 @@ prefetched and nobody was given are made again, not lost.
 
     position = where the sampler's order comes from (epoch; random state when the order was drawn) + batches handed out
 
+A pass in which a step was committed is over with the next commit, not with its last batch: what is saved in between, at
+the end of a training, is still the state of the commit before.
+
 With workers, each batch is loaded under random numbers of its own, derived from that order and the batch's number:
 what a worker draws depends on neither the number of workers nor where a run was resumed.
 
@@ -18,7 +21,7 @@ Thread safety: main thread. Must not: change what an uninterrupted iteration yie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -30,19 +33,22 @@ from nvrx_sre.session.positions import Order, Position, PositionedSampler
 _ADVICE = "give it a state_dict() and load_state_dict(), or use torchdata's StatefulDataLoader"
 
 
-def follow_loaders(tracked: Mapping[str, object]) -> None:
+def follow_loaders(
+    tracked: Mapping[str, object], step: Callable[[], int] = lambda: 0, at_end: Callable[[], None] = lambda: None
+) -> None:
     """Give every plain `DataLoader` among `tracked` a position, from its beginning; loaders with a state keep theirs.
 
-    Raises `UserError` for a loader whose position cannot be known.
+    `step`: steps committed so far; `at_end`: called at the end of a pass, before the script goes on. Raises `UserError`
+    for a loader whose position cannot be known.
     """
     for name, value in tracked.items():
-        if isinstance(value, FollowedLoader):
-            value.forget()
-        elif isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
-            _follow(name, value)
+        if isinstance(value, DataLoader) and (isinstance(value, FollowedLoader) or not hasattr(value, "state_dict")):
+            _followed(name, value).begin(name, step, at_end)
 
 
-def _follow(name: str, loader: DataLoader[Any]) -> None:
+def _followed(name: str, loader: DataLoader[Any]) -> FollowedLoader:
+    if isinstance(loader, FollowedLoader):
+        return loader
     cls = type(loader)
     if isinstance(loader.dataset, IterableDataset):
         raise UserError(
@@ -54,7 +60,7 @@ def _follow(name: str, loader: DataLoader[Any]) -> None:
         raise UserError(f"ctx.track({name}=...): a DataLoader with in_order=False cannot be resumed: use in_order=True")
     loader.__class__ = type(f"Followed{cls.__name__}", (FollowedLoader, cls), {})
     assert isinstance(loader, FollowedLoader)
-    loader.forget(name)
+    return loader
 
 
 class FollowedLoader(DataLoader[Any]):
@@ -63,12 +69,14 @@ class FollowedLoader(DataLoader[Any]):
     _name: str
     _position: Position
     _inner: DataLoader[Any] | None
+    _at_end: Callable[[], None]
 
-    def forget(self, name: str | None = None) -> None:
-        """Start from the beginning, with new workers."""
-        self._name = name or self._name
-        self._position = Position(generator=self.generator)
+    def begin(self, name: str, step: Callable[[], int], at_end: Callable[[], None]) -> None:
+        """Start from the beginning, with new workers; see `follow_loaders`."""
+        self._name = name
+        self._position = Position(generator=self.generator, step=step)
         self._inner = None
+        self._at_end = at_end
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own private iterator class
         iteration = self._position.start(self._name, _epoch(self))
@@ -79,7 +87,7 @@ class FollowedLoader(DataLoader[Any]):
         batches = iter(self._inner)
         if kept is not None:
             rng.set_state(kept)
-        return _Batches(self._position, batches, self._name)
+        return _Batches(self._position, batches, self._name, self._at_end)
 
     def _make_inner(self) -> DataLoader[Any]:
         """The same loader over a sampler that knows the position."""
@@ -105,8 +113,9 @@ class FollowedLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch that was handed out."""
         sampler = _distributed(self)
-        here = {"epoch": _epoch(self), "num_replicas": sampler.num_replicas if sampler is not None else None}
-        return here | self._position.state()
+        epoch = _epoch(self)
+        here = {"epoch": epoch, "num_replicas": sampler.num_replicas if sampler is not None else None}
+        return here | self._position.state(epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration begins behind `state`; a sampler with an epoch is set to that of `state`."""
@@ -137,7 +146,8 @@ class FollowedLoader(DataLoader[Any]):
 class _Batches:
     """Iterator over the batches of one iteration; counts what it hands out."""
 
-    def __init__(self, position: Position, batches: Iterator[Any], name: str) -> None:
+    def __init__(self, position: Position, batches: Iterator[Any], name: str, at_end: Callable[[], None]) -> None:
+        self._at_end = at_end
         self._position = position
         self._iteration = position.iteration
         self._batches = batches
@@ -153,6 +163,7 @@ class _Batches:
             batch = next(self._batches)
         except StopIteration:
             self._position.finish()
+            self._at_end()
             raise
         self._position.handed_out()
         return batch

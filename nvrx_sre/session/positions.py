@@ -36,6 +36,9 @@ class Iteration:
     """One pass over the loader. `drawn`: random states just before its order was drawn, None until then."""
 
     name: str
+    epoch: int | None = None
+    began_at: int = 0
+    """Steps committed before it."""
     skipped: int = 0
     num_batches: int = 0
     num_samples: int = 0
@@ -49,16 +52,22 @@ class Iteration:
 
 
 class Position:
-    """The current iteration of one loader, None between two. `generator`: the loader's own, if it has one."""
+    """The current iteration of one loader, None between two.
 
-    def __init__(self, generator: torch.Generator | None) -> None:
+    `generator`: the loader's own, if it has one; `step`: steps committed so far.
+    """
+
+    def __init__(self, generator: torch.Generator | None, step: Callable[[], int]) -> None:
         self.iteration: Iteration | None = None
         self._generator = generator
+        self._step = step
         self._saved: dict[str, Any] | None = None
+        self._ended: tuple[Iteration, int] | None = None
+        """The iteration that has ended, and the steps committed by then."""
 
-    def state(self) -> dict[str, Any]:
-        """JSON-ready."""
-        current = self.iteration
+    def state(self, epoch: int | None) -> dict[str, Any]:
+        """JSON-ready. `epoch`: what the sampler is set to."""
+        current = self.iteration or self._committed_end(epoch)
         if current is None and self._saved is not None:
             return self._saved  # loaded and not iterated since
         idle = Iteration(name="")
@@ -76,7 +85,7 @@ class Position:
 
     def resume(self, state: dict[str, Any]) -> None:
         """The next `start` goes on behind `state`."""
-        self.iteration = None
+        self.iteration = self._ended = None
         self._saved = state
         if self._generator is not None and state["generator"] is not None:
             self._generator.set_state(rng.state_of(state["generator"]))
@@ -87,7 +96,7 @@ class Position:
         Raises `UserError` if that one has and belongs to another epoch than the sampler is set to.
         """
         saved, self._saved = self._saved, None
-        self.iteration = Iteration(name=name)
+        self.iteration = Iteration(name=name, epoch=epoch, began_at=self._step())
         if saved is None or not saved["active"]:
             return self.iteration
         if saved["epoch"] != epoch:
@@ -115,7 +124,16 @@ class Position:
 
     def finish(self) -> None:
         """The iteration gave its last batch before."""
-        self.iteration = None
+        assert self.iteration is not None
+        self._ended, self.iteration = (self.iteration, self._step()), None
+
+    def _committed_end(self, epoch: int | None) -> Iteration | None:
+        """The iteration that ended after the newest commit, which was made in it."""
+        if self._ended is None:
+            return None
+        iteration, num_steps = self._ended
+        is_last_known = iteration.began_at < num_steps == self._step() and iteration.epoch == epoch
+        return iteration if is_last_known else None
 
     def begin_order(self, current: Iteration) -> Callable[[], None]:
         """Call before the order is drawn, and what it returns after the first and the skipped ones were.

@@ -95,6 +95,9 @@ class RankSaver:
         """Optimizers wait for nothing."""
         return 0
 
+    def let_change(self) -> None:
+        """Nothing is copied beside the training."""
+
     def finish(self, step: int) -> None:
         """Training is over at `step`: save it unless it is."""
         if step > self._newest:

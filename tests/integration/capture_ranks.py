@@ -126,7 +126,10 @@ def local_bytes(tensor: Any) -> bytes:
 
 
 def verdict(wrap: Wrap) -> str:
-    """Captured after an evaluation, copied while nothing steps, sealed behind a step; restored into other values."""
+    """Captured after an evaluation, copied while nothing steps, sealed behind a step; restored into other values.
+
+    Then a capture during which somebody changes a parameter.
+    """
     rank = Trainee(wrap, seed=7)
     rank.step()
     rank.step()
@@ -154,8 +157,15 @@ def verdict(wrap: Wrap) -> str:
         other.model(torch.randn(2, WIDTH))
     torch.manual_seed(11 + dist.get_rank())
     other.step()
+    is_same = other.digest() == rank.digest()
+    filling = capturer.begin(slots, 1, generation=1, step=3, durable=False, now_mono_ns=1)
+    with torch.no_grad():  # by hand, through whatever the script has in its hands
+        next(parameter for parameter in rank.model.parameters() if parameter.requires_grad).zero_()
+    filling.copy()
     slots.close()
-    return "same" if other.digest() == rank.digest() else "the step behind the restore is another one"
+    if filling.is_whole:
+        return "a change by hand under the copy was not seen"
+    return "same" if is_same else "the step behind the restore is another one"
 
 
 def names(model: nn.Module) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.events import messages as wire
@@ -25,7 +26,8 @@ class Control:
     def __init__(self) -> None:
         self.clock = SystemClock()
         self.step = self.progress = 0
-        self.entered: list[Phase] = []
+        self.entered: list[Phase | None] = []
+        """Phases, and None where weights were allowed to change."""
         self.ring = StepRing.create()
         self.num_bells = 0
         self.channel = SimpleNamespace(ring=self.ring, ring_bell=self.ring_bell)
@@ -63,6 +65,7 @@ def restored_context(control: Control) -> Context:
         is_durable_due=lambda step: False,
         at_boundary=lambda step: captured,
         take_waited_ns=lambda: 0,
+        let_change=lambda: control.entered.append(None),
         num_captured=0,
         num_skipped=0,
     )
@@ -127,3 +130,23 @@ def test_a_rank_that_waits_for_the_answer_calls_the_launcher(control: Control) -
     assert steps == [1] and control.num_bells == 1
     assert second.durable and second.checkpoint_block_s > 0
     assert control.entered == [Phase.STEP, Phase.SAVE, Phase.STEP, Phase.STEP]
+
+
+def test_weights_may_be_changed_by_hand_in_an_evaluation_and_after_a_loader(control: Control) -> None:
+    """Averaged weights are swapped in there: what the newest commit captures is copied before the script goes on."""
+    context = restored_context(control)
+    with context.phase("data"):
+        pass
+    with context.phase("evaluate"):
+        pass
+    assert control.entered == [Phase.DATA, Phase.FIRST_STEP, None, Phase.EVALUATE, Phase.FIRST_STEP]
+    saver, context._saver = context._saver, None
+    loader = DataLoader(TensorDataset(torch.arange(2)))
+    context.track(loader=loader)
+    context._saver = saver
+    control.entered.clear()
+    batches = iter(loader)
+    assert len([next(batches), next(batches)]) == 2
+    assert control.entered == []
+    assert next(batches, None) is None
+    assert control.entered == [None]

@@ -170,6 +170,56 @@ def test_the_end_of_an_epoch_is_a_position_too() -> None:
     assert len(list(moved_on.loader)) == 3
 
 
+class Training:
+    """A script after the guide: epochs from the sampler's own, a commit each batch; `other` is for evaluations."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.loader = make("distributed")
+        self.other = make("shuffle")
+        follow_loaders({"loader": self.loader, "other": self.other}, lambda: self.num_steps)
+
+    def run(self, num_epochs: int) -> list[int]:
+        """Batches trained in each epoch from the one that the sampler is set to."""
+        trained = []
+        for epoch in range(self.loader.sampler.epoch, num_epochs):  # type: ignore[attr-defined]
+            self.loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            before = self.num_steps
+            for _ in self.loader:
+                self.num_steps += 1
+            trained.append(self.num_steps - before)
+        return trained
+
+    def state(self, name: str) -> Any:
+        """What a capture would hold of a loader."""
+        return json.loads(json.dumps(getattr(self, name).state_dict()))
+
+
+def test_a_finished_training_is_not_trained_again() -> None:
+    """Saved after the last pass, since no slot was free at its last commit: the pass is done, more epochs follow it."""
+    script = Training()
+    assert script.run(2) == [3, 3]
+    again = Training()
+    again.loader.load_state_dict(script.state("loader"))  # type: ignore[attr-defined]
+    assert again.run(2) == [0]
+    more = Training()
+    more.loader.load_state_dict(script.state("loader"))  # type: ignore[attr-defined]
+    assert more.run(4) == [0, 3, 3]
+
+
+def test_a_pass_without_a_commit_is_done_at_its_end() -> None:
+    """A loader of an evaluation, after the last commit or before it: the next evaluation gets all of it."""
+    script = Training()
+    script.run(1)
+    assert len(list(script.other)) == 6
+    assert not script.state("other")["active"]
+    assert script.state("loader")["active"], "the pass of the last commit"
+    script.num_steps += 1
+    assert not script.state("loader")["active"], "a commit after the pass: it is over"
+    script.loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert not script.state("loader")["active"]
+
+
 def test_a_wrong_epoch_is_refused_not_trained() -> None:
     """A script that starts its epochs at 0 after a restore would train other samples."""
     whole = Script(make("distributed"))
