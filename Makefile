@@ -69,6 +69,6 @@ bench: setup ## recovery, checkpoint and telemetry benchmarks, rows in runs/benc
 generate: setup ## dashboards/ and alerts/ from the catalog
 	@$(BIN)/nvrx-sre generate
 
-clean: ## remove what the targets made, .venv/ included
-	@rm -rf .venv build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove what the targets made, .venv/ included; runs/ stays
+	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import click
 
+from nvrx_sre.cli.ownership import check_unowned
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.cli.run_options import RunOptions
 from nvrx_sre.cli.running import run_and_report
 from nvrx_sre.cli.train import training_run
+from nvrx_sre.core.atomic import make_private_directory
 from nvrx_sre.core.errors import NvrxError, UserError
-from nvrx_sre.core.identity import RUN_FILE
 from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, AlertReport, MonitoringStack, ScrapeTarget, StackConfig, find_tools
 from nvrx_sre.trainer.config import TrainerConfig
@@ -38,6 +39,8 @@ truncated and the node lost, so that the run must fall back to the checkpoint be
 STEP_DEADLINE_S = 4.0
 """Short, so that the demo's hang is found while a person watches; a step takes well under a tenth of it."""
 SCRAPE_INTERVAL_S = 1.0
+MARK_FILE = "made-by-demo"
+"""In the run directories that the next demo may replace."""
 
 
 @click.command("demo")
@@ -59,11 +62,11 @@ def command(run_dir: Path, steps: int, no_faults: bool, no_monitoring: bool, sum
     An exception, a SIGKILL, a hang, and a corrupt checkpoint followed by the loss of the node.
     """
     run_dir = run_dir.absolute()
-    remove_earlier(run_dir)
     trainer = TrainerConfig(steps=steps)
     watched = not no_monitoring and find_tools() is not None
     options = _options(run_dir, () if no_faults else FAULTS, summary, _free_port() if watched else None)
     config = training_run(options, trainer, NUM_RANKS)
+    replace_earlier(run_dir)
     with contextlib.ExitStack() as entered:
         stack = _monitor(entered, config.metrics_port) if config.metrics_port is not None else None
         exit_code = run_and_report(config, num_steps=steps)
@@ -72,13 +75,23 @@ def command(run_dir: Path, steps: int, no_faults: bool, no_monitoring: bool, sum
     return exit_code
 
 
-def remove_earlier(run_dir: Path) -> None:
-    """Remove an earlier demo's run directory. Raises `UserError` rather than remove anything else."""
-    if not run_dir.exists():
-        return
-    if run_dir.is_symlink() or not (run_dir / RUN_FILE).is_file():
-        raise UserError(f"{run_dir} exists and is no run directory: choose another --run-dir")
-    shutil.rmtree(run_dir)
+def replace_earlier(run_dir: Path) -> None:
+    """An empty directory in the place of an earlier demo's.
+
+    Raises `UserError` rather than remove anything else, and `RunDirectoryBusy` if that demo still runs.
+    """
+    if run_dir.is_symlink() or run_dir.exists():
+        if run_dir.is_symlink() or not (run_dir / MARK_FILE).is_file():
+            raise UserError(f"{run_dir} exists and was not made by `nvrx-sre demo`: choose another --run-dir")
+        check_unowned(run_dir)
+        shutil.rmtree(run_dir)
+    try:
+        make_private_directory(run_dir)
+        (run_dir / MARK_FILE).touch()
+    except OSError as error:
+        raise UserError(
+            f"run directory {run_dir} cannot be used: {error.strerror}; choose another --run-dir"
+        ) from error
 
 
 def alert_lines(report: AlertReport) -> list[str]:

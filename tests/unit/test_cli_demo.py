@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from nvrx_sre.cli import demo
-from nvrx_sre.core.errors import UserError
+from nvrx_sre.cli.main import main
+from nvrx_sre.core.errors import ExitCode, RunDirectoryBusy, UserError
 from nvrx_sre.core.limits import Deadlines
 from nvrx_sre.faults.plan import FaultKind, FaultPlan
+from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.monitoring.stack import AlertReport
 
 
@@ -39,20 +41,37 @@ def test_the_demos_deadline_is_a_deadline() -> None:
 
 
 def test_an_earlier_demo_is_replaced_and_nothing_else(tmp_path: Path) -> None:
-    """A run directory goes; a file, another folder and a link stay."""
-    old = tmp_path / "old"
-    old.mkdir()
-    (old / "run.json").write_text("{}")
+    """What a demo made goes, unless it still runs; another run, another folder, a file and a link stay."""
+    old = tmp_path / "runs" / "old"
+    demo.replace_earlier(old)
+    (old / "journal").mkdir()
     link = tmp_path / "link"
     link.symlink_to(old)
-    other = tmp_path / "other"
-    other.mkdir()
-    for place in (link, other):
-        with pytest.raises(UserError, match="no run directory"):
-            demo.remove_earlier(place)
-    demo.remove_earlier(old)
-    demo.remove_earlier(tmp_path / "missing")
-    assert not old.exists() and other.exists() and link.is_symlink()
+    trained = tmp_path / "trained"
+    trained.mkdir()
+    (trained / "run.json").write_text("{}")
+    plain = tmp_path / "plain"
+    plain.touch()
+    for place in (link, trained, plain, tmp_path):
+        with pytest.raises(UserError, match="was not made by"):
+            demo.replace_earlier(place)
+    assert (trained / "run.json").exists() and plain.exists() and link.is_symlink()
+    demo.replace_earlier(old)
+    assert not (old / "journal").exists()
+    RunDirectory(old).prepare("demo", {})
+    RunDirectory(old).take_epoch()  # this process owns it now
+    with pytest.raises(RunDirectoryBusy):
+        demo.replace_earlier(old)
+    assert (old / "journal").exists()
+
+
+def test_a_demo_that_cannot_run_removes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its plan is checked before the earlier one goes."""
+    demo.replace_earlier(tmp_path / "old")
+    (tmp_path / "old" / "journal").mkdir()
+    assert main(["demo", "--run-dir", str(tmp_path / "old"), "--steps", "10"]) == ExitCode.CONFIG
+    assert "there is no step 40" in capsys.readouterr().err
+    assert (tmp_path / "old" / "journal").exists()
 
 
 def test_alerts_that_fired_and_that_stayed_silent_are_named() -> None:
