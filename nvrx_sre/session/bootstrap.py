@@ -23,6 +23,9 @@ from nvrx_sre.restart.stacks import OwnStacks
 from nvrx_sre.session import process
 from nvrx_sre.session.environment import watch_rank_variables
 
+TORCHRUN_RENDEZVOUS = "env:// rendezvous"
+"""In torch's message to a script that asks for the process group that torchrun prepares."""
+
 
 def connect(settings: ChildSettings, channel: Channel, stacks: OwnStacks) -> None:
     """Say hello, make this process one that the launcher knows, and start the monitor thread.
@@ -63,6 +66,16 @@ def main(arguments: list[str], settings: ChildSettings, channel: Channel, stacks
         return error.exit_code
     except (SyntaxError, ImportError):  # before the first step a user's error, which no restart can cure
         traceback.print_exc()
+        return ExitCode.USAGE
+    except ValueError as error:
+        traceback.print_exc()
+        if TORCHRUN_RENDEZVOUS not in str(error):
+            return 1
+        print(
+            "nvrx-sre: the script forms its process group by itself: under `launch` a function decorated with "
+            "@nvrx_sre.resilient does, by ctx.init_process_group() (docs/guides/your-own-script.md)",
+            file=sys.stderr,
+        )
         return ExitCode.USAGE
     except BaseException:  # the boundary of the user's code outside the decorated function
         traceback.print_exc()

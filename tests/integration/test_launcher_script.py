@@ -19,14 +19,24 @@ def launch(directory: Path, script: str) -> Ended:
     return finish(start(arguments), directory / "run")
 
 
-@pytest.mark.parametrize("script", ["import no_such_module_of_anybody", "def broken(:\n"])
-def test_a_script_that_cannot_be_imported_is_not_tried_again(tmp_path: Path, script: str) -> None:
-    """No restart cures a missing module or a typing error: one attempt, and an orchestrator is told to give up."""
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("import no_such_module_of_anybody", "ModuleNotFoundError: "),
+        ("def broken(:\n", "SyntaxError: "),
+        ("import torch.distributed as dist\ndist.init_process_group('gloo')\n", "forms its process group by itself"),
+    ],
+)
+def test_a_script_that_cannot_work_is_not_tried_again(tmp_path: Path, script: str, said: str) -> None:
+    """No restart cures a missing module, a typing error or a plain script: one attempt, and whoever starts it is told.
+
+    An orchestrator is told to give up.
+    """
     ended = launch(tmp_path, script)
     assert ended.exit_code == ExitCode.CONFIG, ended.explain()
     assert [event.fault for _, event in ended.events(FaultDetected)] == [FaultClass.USER_ERROR]
     assert [event.exit_code for _, event in ended.events(RestartDecided)] == [ExitCode.CONFIG]
-    assert "Error: " in ended.output
+    assert said in ended.output, ended.explain()
 
 
 def test_a_worker_finds_its_rank_in_the_environment(tmp_path: Path) -> None:
