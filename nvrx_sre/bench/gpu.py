@@ -27,7 +27,7 @@ from nvrx_sre.bench.recovery_leak import ends
 from nvrx_sre.bench.recovery_reading import DETECTED, Measured, from_records
 from nvrx_sre.bench.rows import Row, empty, percentile, summarize, target
 from nvrx_sre.bench.subprocesses import run_to_end
-from nvrx_sre.core.errors import NvrxError
+from nvrx_sre.core.errors import NvrxError, UserError
 from nvrx_sre.events.journal import read_journal
 
 BENCH = "gpu"
@@ -95,6 +95,18 @@ def quick(parts: tuple[str, ...]) -> BenchConfig:
         hangs=1,
         restarts=6,
     )
+
+
+def check_devices(config: BenchConfig) -> None:
+    """Raise `UserError` unless there is a GPU for each rank of the large model. Loads torch."""
+    import torch
+
+    num_devices = torch.cuda.device_count()
+    if config.model == BenchConfig.model and num_devices < config.ranks:
+        raise UserError(
+            f"bench gpu needs {config.ranks} GPUs and this machine has {num_devices}: lower --ranks, "
+            "or see with --quick that it works"
+        )
 
 
 def fault_specs(config: BenchConfig) -> list[str]:

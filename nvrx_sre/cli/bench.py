@@ -154,8 +154,10 @@ def gpu(parts: tuple[str, ...], ranks: int, folder: Path | None, quick: bool, js
     _check_writable(json_path)
     chosen = parts or question.PARTS
     config = question.quick(chosen) if quick else question.BenchConfig(parts=chosen)
+    config = replace(config, ranks=ranks, folder=folder)
+    question.check_devices(config)
     bench = question.Benchmark(
-        replace(config, ranks=ranks, folder=folder),
+        config,
         lambda line: click.echo(line, err=True),
         lambda done: rows.write_json(json_path, done) if json_path is not None else None,
     )

@@ -203,3 +203,14 @@ def test_a_folder_that_is_not_there_is_found_before_anything_runs(capsys: pytest
     """Ten minutes of measuring must not end in a path that cannot be written."""
     assert main(["bench", "gpu", "--json", "/nowhere/gpu.json"]) == 78
     assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_the_large_model_wants_a_device_for_each_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a smaller machine it would take its memory and come to nothing: one line instead."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["bench", "gpu"]) == 78
+    assert "needs 2 GPUs and this machine has 1" in capsys.readouterr().err
+    gpu.check_devices(BenchConfig(ranks=1))
+    gpu.check_devices(quick(gpu.PARTS))
