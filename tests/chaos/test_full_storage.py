@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts writers of `tmp_path` with the slots they are given; ends what a test left running."""
     started: list[WriterProcess] = []
 
-    def make(*slots: SlotFile, **options: Any) -> WriterProcess:
-        writer = WriterProcess(tmp_path, **options)
+    def make(*slots: SlotFile, options: Sequence[str] = (), **more: Any) -> WriterProcess:
+        writer = WriterProcess(tmp_path, *options, **more)
         started.append(writer)
         writer.map(*slots)
         return writer
@@ -71,14 +71,18 @@ def steps(run_dir: Path) -> list[int]:
     return [item.step for item in discover.discover(run_dir, discover.read_fences(run_dir)).restorable]
 
 
-def test_c09_a_full_disk_keeps_what_there_is_and_is_tried_again(start: Start, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), ("--bandwidth-bytes-s", "1e9")], ids=["as usual", "bounded"])
+def test_c09_a_full_disk_keeps_what_there_is_and_is_tried_again(
+    start: Start, ranks: Ranks, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     """ENOSPC of a small tmpfs: reason `no_space`, no attempt left, both older commits kept, whole again with room.
 
-    The writer's own log is on a full disk as well.
+    The writer's own log is on a full disk as well. A bounded write goes past the page cache.
     """
     root = discover.checkpoints_path(tmp_path)
     root.mkdir()
-    writer = start(*ranks.slots, prefix=mounted(f"mount -t tmpfs -o size=200k none {root} && exec 2>/dev/full"))
+    prefix = mounted(f"mount -t tmpfs -o size=200k none {root} && exec 2>/dev/full")
+    writer = start(*ranks.slots, options=options, prefix=prefix)
     run_dir = seen_by(writer, tmp_path)
     for step in (1, 2):
         ranks.capture(step, step % 3)
