@@ -40,7 +40,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("case", ["fsdp2", "hsdp", "ddp", "meta"])
 def test_the_state_of_the_commit_comes_back(verdicts: list[dict[str, str]], case: str) -> None:
-    """Uneven and empty shards, a frozen part, tied weights, two optimizers, accumulation, after an evaluation; and no torn one."""
+    """Uneven and empty shards, a frozen part, tied weights, two optimizers, accumulation; none that is torn."""
     assert [said[case] for said in verdicts] == ["same"] * WORLD_SIZE
 
 

@@ -111,7 +111,7 @@ def test_bandwidth_is_given_in_megabytes() -> None:
     """The option is for people, the configuration in bytes."""
     assert _parse("--write-bandwidth", "2").write_bandwidth_bytes_s == 2e6
     for refused in ("0", "-1", "nan", "inf", "1e-9"):
-        with pytest.raises((UserError, click.UsageError), match="write-bandwidth|is not in the range"):
+        with pytest.raises((UserError, click.UsageError), match=r"write-bandwidth|is not in the range"):
             _parse("--write-bandwidth", refused)
 
 
