@@ -124,12 +124,16 @@ class Sealed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SlotsWanted(Message):
-    """The rank's layout is known: slots of `data_bytes` + `blob_bytes` are wanted. Answer: `SlotsGranted`."""
+    """The rank's layout is known: slots of `data_bytes` + `blob_bytes` are wanted. Answer: `SlotsGranted`.
+
+    `takes_snapshots`: captures go through a snapshot on the rank's device.
+    """
 
     generation: int
     layout_hash: str
     data_bytes: int
     blob_bytes: int
+    takes_snapshots: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

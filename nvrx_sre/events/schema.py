@@ -436,11 +436,15 @@ class HotIntervalChosen(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HotSlotsAllocated(Event):
-    """Memory of the hot tier: `num_slots` a rank of `slot_bytes` each, `total_bytes` on the node."""
+    """Memory of the hot tier: `num_slots` a rank of `slot_bytes` each, `total_bytes` on the node.
+
+    `num_snapshots`: ranks of the node whose captures go through a snapshot on their device.
+    """
 
     num_slots: int
     slot_bytes: int
     total_bytes: int
+    num_snapshots: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,6 +207,7 @@ class GrantSlots(Command):
     rank: int
     data_bytes: int
     blob_bytes: int
+    takes_snapshots: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

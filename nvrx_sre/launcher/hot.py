@@ -22,6 +22,11 @@ class HotSlots:
         self.num_ranks = num_ranks
         """Ranks of the node that will want slots."""
         self._files: dict[int, SlotFile] = {}
+        self._with_snapshots: set[int] = set()
+
+    def note_snapshots(self, rank: int, *, taken: bool) -> None:
+        """Whether captures of `rank` go through a snapshot on its device."""
+        (self._with_snapshots.add if taken else self._with_snapshots.discard)(rank)
 
     def grant(self, rank: int, data_bytes: int, blob_bytes: int) -> SlotFile:
         """Slots of `rank` with at least these sizes, new ones if need be. Blocks while pages are cleared.
@@ -53,6 +58,7 @@ class HotSlots:
             num_slots=self._num_slots,
             slot_bytes=max(file.data_bytes + file.blob_bytes for file in files),
             total_bytes=sum(file.size_bytes for file in files),
+            num_snapshots=len(self._with_snapshots & self._files.keys()),
         )
 
     def get(self, rank: int) -> SlotFile | None:

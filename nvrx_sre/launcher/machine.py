@@ -343,6 +343,7 @@ class Machine:
                     rank=child.rank,
                     data_bytes=message.data_bytes,
                     blob_bytes=message.blob_bytes,
+                    takes_snapshots=message.takes_snapshots,
                 )
             )
 

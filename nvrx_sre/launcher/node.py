@@ -322,6 +322,7 @@ class Node:
 
     def _grant(self, command: c.GrantSlots) -> None:
         before = self.slots.allocated()
+        self.slots.note_snapshots(command.rank, taken=command.takes_snapshots)
         try:
             slots = self.slots.grant(command.rank, command.data_bytes, command.blob_bytes)
         except (errors.UserError, errors.StorageError) as error:

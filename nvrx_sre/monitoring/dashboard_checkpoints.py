@@ -82,9 +82,11 @@ def _load(q: Query) -> tuple[Panel, ...]:
             PERCENTAGE, 8, course(q.latest(catalog.CHECKPOINT_SATURATION), "rho"), minimum=0,
         ),
         timeseries(
-            "Hot tier", "Steps between hot captures in force (0: off), and slots a rank.", "none", 8,
+            "Hot tier", "Steps between hot captures in force (0: off), slots a rank, and ranks that have room for a "
+            "snapshot on their device.", "none", 8,
             course(q.latest(catalog.HOT_INTERVAL), "steps between captures"),
-            course(q.latest(catalog.HOT_SLOTS), "slots"), minimum=0, decimals=0,
+            course(q.latest(catalog.HOT_SLOTS), "slots"),
+            course(q.latest(catalog.HOT_SNAPSHOTS), "ranks with snapshots"), minimum=0, decimals=0,
         ),
         timeseries(
             "Write time", "Time that the newest durable save took, commit included, and how long the save in flight "

@@ -109,7 +109,11 @@ class RankProcess:
             self._put_grant(None)
         self.control.send(
             wire.SlotsWanted(
-                generation=generation, layout_hash=layout_hash, data_bytes=data_bytes, blob_bytes=blob_bytes
+                generation=generation,
+                layout_hash=layout_hash,
+                data_bytes=data_bytes,
+                blob_bytes=blob_bytes,
+                takes_snapshots=self.ring is not None and self.ring.is_snapshot is True,
             )
         )
 

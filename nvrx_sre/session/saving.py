@@ -155,7 +155,10 @@ class HotSaver:
     def _needs(self) -> tuple[str, int, int]:
         """Layout and sizes of the state as it is now."""
         self._capturer.refresh()
-        return self._capturer.layout_hash, *self._capturer.required_bytes()
+        data_bytes, blob_bytes = self._capturer.required_bytes()
+        if self._capturer.ring is not None:
+            self._capturer.ring.choose(data_bytes)
+        return self._capturer.layout_hash, data_bytes, blob_bytes
 
     def _prepare_slots(self) -> None:
         """Have the first slots made while training goes on: a second a gigabyte that no capture waits for then."""

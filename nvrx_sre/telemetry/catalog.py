@@ -396,6 +396,9 @@ HOT_CAPTURE_COST = _gauge(
 )
 HOT_SLOTS = _gauge("nvrx_hot_slots", Unit.COUNT, "Slots of the hot tier a rank.")
 HOT_SLOTS_BYTES = _gauge("nvrx_hot_slots_bytes", Unit.BYTES, "Memory of all hot slots.")
+HOT_SNAPSHOTS = _gauge(
+    "nvrx_hot_snapshot_ranks", Unit.COUNT, "Ranks whose hot captures go through a snapshot on their device."
+)
 
 # --- nodes and ranks --------------------------------------------------------------------------------------
 HOST_MEMORY = _gauge(

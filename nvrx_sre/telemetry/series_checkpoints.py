@@ -152,6 +152,7 @@ class CheckpointSeries(SeriesPart):
     def _on_hot_slots_allocated(self, _: Record, event: schema.HotSlotsAllocated) -> None:
         self.values.set(catalog.HOT_SLOTS, event.num_slots)
         self.values.set(catalog.HOT_SLOTS_BYTES, event.total_bytes)
+        self.values.set(catalog.HOT_SNAPSHOTS, event.num_snapshots)
 
     def _on_rolled_back(self, _: Record, event: schema.RolledBack) -> None:
         self._verified = {step: time_ns for step, time_ns in self._verified.items() if step <= event.step}

@@ -334,9 +334,10 @@ def test_what_is_rejected_counts_although_another_rank_has_raised_over_it() -> N
 def test_slots_are_granted_to_the_rank_that_wants_them() -> None:
     """The request becomes a command with the sender's rank."""
     driven = begun()
-    wanted = wire.SlotsWanted(generation=1, layout_hash="h", data_bytes=100, blob_bytes=10)
+    wanted = wire.SlotsWanted(generation=1, layout_hash="h", data_bytes=100, blob_bytes=10, takes_snapshots=True)
     driven.say(driven.child_of(1), wanted)
-    assert [(item.rank, item.data_bytes) for item in driven.all(c.GrantSlots)] == [(1, 100)]
+    granted = driven.all(c.GrantSlots)
+    assert [(item.rank, item.data_bytes, item.takes_snapshots) for item in granted] == [(1, 100, True)]
 
 
 def test_run_finishes_after_the_last_save_is_verified() -> None:

@@ -106,6 +106,19 @@ def test_slots_are_held_for_the_ranks_of_the_node() -> None:
         slots.drop()
 
 
+def test_ranks_that_take_snapshots_are_counted() -> None:
+    """What the slots' record says of a node's devices: how many of its ranks had room; a rank may change its mind."""
+    slots = HotSlots("run", 2, num_ranks=2)
+    try:
+        for rank, taken in ((0, True), (1, False), (1, True), (0, False)):
+            slots.note_snapshots(rank, taken=taken)
+            slots.grant(rank, 4096, 4096)
+        allocated = slots.allocated()
+        assert allocated is not None and allocated.num_snapshots == 1
+    finally:
+        slots.drop()
+
+
 def test_a_lost_node_is_told_after_what_the_others_have_said() -> None:
     """Its children's deaths follow it; a step that arrived in the same turn still counts."""
     lost = c.NodeLost(node=1, reason="silent", mono_ns=1)

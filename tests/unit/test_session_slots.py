@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from nvrx_sre.checkpoint.ring import Ring
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.events import messages as wire
@@ -148,6 +150,15 @@ def test_slots_are_mapped_although_no_device_can_be_had(
     assert is_same(launcher.process.slots_for(1, "h", *LARGE), made)
     said = capsys.readouterr().err
     assert said.count("busy or unavailable") == 1 and "several times as long" in said and "more" not in said
+
+
+def test_the_launcher_is_told_of_snapshots(launcher: Launcher) -> None:
+    """With the request for slots: whether the device has room for a snapshot; without a device there is none."""
+    launcher.process.ask_slots(1, "h", *SMALL)
+    launcher.process.ring = Ring(torch.device("cpu"))
+    launcher.process.ring.choose(SMALL[0])
+    launcher.process.ask_slots(2, "h", *SMALL)
+    assert [item.takes_snapshots for item in launcher.asked] == [False, True]
 
 
 def test_whoever_waits_for_slots_lets_the_lock_hurry() -> None:
