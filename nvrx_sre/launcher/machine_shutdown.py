@@ -139,8 +139,11 @@ class Shutdown:
         return f"; the last step is not saved{why}, {known}"
 
     def _is_last_step_lost(self) -> bool:
-        """Training is done, and its state is in no checkpoint: it goes with this launcher."""
-        return self._exit_code == ExitCode.FINISHED and self._saves.committed_step < self._commits.high_water
+        """Training is done, and its state is in no checkpoint: it goes with this launcher.
+
+        It may be done below H, with fewer steps asked for than were executed before.
+        """
+        return self._exit_code == ExitCode.FINISHED and self._saves.committed_step < self._commits.step
 
     def _end(self) -> None:
         self._job.stage = Stage.STOPPED

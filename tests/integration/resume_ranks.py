@@ -80,6 +80,7 @@ class Rank:
         told: list[Any] = []
         process = SimpleNamespace(
             slots=slots,
+            ring=None,
             settings=SimpleNamespace(run="demo", run_dir=str(self.run_dir)),
             control=SimpleNamespace(clock=clock, send=told.append),
         )

@@ -159,7 +159,7 @@ def test_a_child_has_torch_and_nothing_of_the_launchers(launcher: Launcher) -> N
     os.set_inheritable(secret, True)
     exit_code, lines = launcher.run(code)
     os.close(secret)
-    assert (exit_code, lines) == (0, ["True ['MainThread', 'nvrx-monitor']", "[('socket', False)]"])
+    assert (exit_code, lines) == (0, ["True ['MainThread', 'nvrx-slots_0', 'nvrx-monitor']", "[('socket', False)]"])
 
 
 def test_children_draw_different_numbers(launcher: Launcher) -> None:

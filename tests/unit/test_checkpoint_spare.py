@@ -197,8 +197,11 @@ def test_new_memory_is_fetched_before_it_is_filled() -> None:
         tensor.fill_(1.0)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    elements = 64 << 18
-    untouched, provided = torch.empty(elements), torch.empty(elements)
+    def new_memory() -> torch.Tensor:  # of the kernel's: malloc may have as much left of somebody else
+        private = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(private, dtype=torch.float32)
+
+    untouched, provided = new_memory(), new_memory()
     Spare().provide(provided)
     few, many = faults_of(provided), faults_of(untouched)
     assert many > 1000 and few < many / 10, (few, many)
