@@ -34,7 +34,7 @@ from nvrx_sre.bench import checkpoint_reading as reading
 from nvrx_sre.bench import checkpoint_reference as reference
 from nvrx_sre.bench.checkpoint_efficiency import WindowPlan
 from nvrx_sre.bench.checkpoint_reading import CONTESTANTS, NOTHING, OURS
-from nvrx_sre.bench.rows import Row, empty, summarize
+from nvrx_sre.bench.rows import Keep, Row, Say, empty, summarize
 from nvrx_sre.bench.subprocesses import run_to_end
 from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.clock import SystemClock
@@ -50,8 +50,6 @@ BYTES_PER_PARAMETER = 12
 NEVER = 1_000_000
 PEER = "nvidia-resiliency-ext"
 
-Say = Callable[[str], None]
-OnRows = Callable[[list[Row]], None]
 E = TypeVar("E", bound=Event)
 
 
@@ -107,7 +105,6 @@ def quick(cases: Sequence[str] = CASES) -> BenchConfig:
         bandwidth_mb_s=20.0,
         saturations=(0.1, 1.0),
         num_rounds=1,
-        between_s=8.0,
         num_restores=1,
         contestants=CONTESTANTS[:2],
         cases=tuple(cases),
@@ -137,31 +134,30 @@ class _Plan:
 
 
 class Benchmark:
-    """One measurement. Makes and removes a scratch directory."""
+    """One measurement. `rows` and `failed` (one line each) grow as it goes on. Makes and removes a scratch folder."""
 
-    def __init__(self, config: BenchConfig, say: Say) -> None:
+    def __init__(self, config: BenchConfig, say: Say, keep: Keep) -> None:
+        """`say` gets a line before each part, `keep` all rows so far after it."""
+        self.rows: list[Row] = []
+        self.failed: list[str] = []
         self._config = config
         self._say = say
+        self._keep = keep
         self._clock = SystemClock()
         self._scratch = Path()
 
-    def measure(self, on_rows: OnRows) -> None:
-        """Measure part after part; `on_rows` gets the rows of each as soon as there are any. Blocks for minutes.
-
-        A part that fails costs no other one: `InternalError` comes at the end and names all that failed.
-        """
-        failed: list[str] = []
+    def run(self) -> None:
+        """Run all parts. Blocks for minutes; a part that fails leaves its reason in `failed`, and the others go on."""
         with tempfile.TemporaryDirectory(prefix="nvrx-sre-bench-", dir=Path.cwd()) as scratch:
             self._scratch = Path(scratch)
             for name, part in self._parts():
                 self._say(name)
                 try:
-                    on_rows(part())
+                    self.rows += part()
                 except InternalError as error:
                     self._say(f"{name} failed: {error}")
-                    failed.append(f"{name}: {error}")
-        if failed:
-            raise InternalError(f"failed in the benchmark: {'; '.join(failed)}")
+                    self.failed.append(f"{name}: {error}")
+                self._keep(self.rows)
 
     def _parts(self) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
         """(name, what measures it) of everything that was asked for."""
@@ -407,14 +403,6 @@ class Benchmark:
 def _every(interval: int, num_steps: int) -> WindowPlan:
     """A save each `interval` steps."""
     return WindowPlan(num_steps=num_steps, due=tuple(range(interval, num_steps + 1, interval)))
-
-
-def measure(config: BenchConfig, say: Say, on_rows: OnRows) -> None:
-    """Run every case of `config`; `say` gets a line before each part, `on_rows` its rows after it.
-
-    Raises `InternalError` at the end if a part failed.
-    """
-    Benchmark(config, say).measure(on_rows)
 
 
 def absent_peer() -> Row:

@@ -7,7 +7,7 @@
               and its threads hold, and whether losses, samples and state at the end are those of a run without faults
 
 Targets are those of the issue's table, for two H200s. A part that fails leaves a row with the reason, and the others go
-on. Blocking: about eight minutes; starts processes and waits for them. Must not: run anything else beside.
+on. Blocking: about ten minutes (estimated); starts processes and waits for them. Must not: run anything else beside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from nvrx_sre.bench.gpu_reading import Steady, by_kind, mean_step_s, steady_of, 
 from nvrx_sre.bench.recovery import marks_note
 from nvrx_sre.bench.recovery_leak import ends
 from nvrx_sre.bench.recovery_reading import DETECTED, Measured, from_records
-from nvrx_sre.bench.rows import Row, empty, percentile, summarize, target
+from nvrx_sre.bench.rows import Keep, Row, Say, empty, percentile, summarize, target
 from nvrx_sre.bench.subprocesses import run_to_end
 from nvrx_sre.core.errors import NvrxError, UserError
 from nvrx_sre.events.journal import read_journal
@@ -53,9 +53,6 @@ LOSS_TOLERANCE = 0.05
 """Share by which the last loss of the large model may differ: single steps of two runs differ by up to 3.3 %."""
 HELD_MAX_RATIO = 1.1
 SMALL = ("small", "16", "256")
-
-Say = Callable[[str], None]
-Keep = Callable[[Sequence[Row]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +94,13 @@ def quick(parts: tuple[str, ...]) -> BenchConfig:
     )
 
 
-def check_devices(config: BenchConfig) -> None:
-    """Raise `UserError` unless there is a GPU for each rank of the large model. Loads torch."""
+def check_start(config: BenchConfig) -> None:
+    """Raise `UserError` unless the folder is free and there is a GPU for each rank of the large model. Loads torch."""
     import torch
 
+    folder = config.folder
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is not an empty folder: choose another --folder")
     num_devices = torch.cuda.device_count()
     if config.model == BenchConfig.model and num_devices < config.ranks:
         raise UserError(
@@ -247,7 +247,7 @@ def steady_rows(ranks: int, found: Steady) -> list[Row]:
 def fault_rows(kind: str, ranks: int, measured: Measured) -> list[Row]:
     """Recoveries of one kind, with and without what was trained again."""
     after_s = without_redone_s(measured)
-    rows, notes = [], [marks_note(measured)]
+    rows, notes, since = [], [marks_note(measured)], "fault"
     median_s, p95_s = statistics.median(after_s), percentile(after_s, 0.95)
     if kind == "exception":
         notes.append(target(f"median at most {EXCEPTION_MAX_S} s", median_s <= EXCEPTION_MAX_S))
@@ -260,9 +260,9 @@ def fault_rows(kind: str, ranks: int, measured: Measured) -> list[Row]:
         rows.append(_row("hang, detected after its deadline", ranks, late_s, "s", verdict))
         detected_s = measured.marks_s(DETECTED)
         after_s = [total_s - late for total_s, late in zip(after_s, detected_s, strict=True)]
-        notes.append("counted from the detection")
+        since = "detection"
     redone = statistics.median(item.redone_steps for item in measured.recoveries)
-    rows.append(_row(f"{kind}, fault to first step", ranks, after_s, "s", "; ".join(notes)))
+    rows.append(_row(f"{kind}, {since} to first step", ranks, after_s, "s", "; ".join(notes)))
     note = f"median {redone:g} steps of {measured.step_s:.3f} s trained again"
     rows.append(_row(f"{kind}, fault to first new step", ranks, measured.totals_s(), "s", note))
     return rows

@@ -36,14 +36,11 @@ from nvrx_sre.bench.recovery_leak import count_restarts, leak_rows
 from nvrx_sre.bench.recovery_peers import PEERS, TIMES_FASTER, Peer, PeerRun, run_peer
 from nvrx_sre.bench.recovery_ranks import measured_rows, simulated_rows
 from nvrx_sre.bench.recovery_reading import DETECTED, MARKS, Measured, Pace
-from nvrx_sre.bench.rows import Row, empty, summarize, target
+from nvrx_sre.bench.rows import Keep, Row, Say, empty, summarize, target
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import NvrxError
 
 OURS = "nvrx-sre"
-
-Say = Callable[[str], None]
-Keep = Callable[[Sequence[Row]], None]
 
 
 @dataclass(frozen=True, kw_only=True)

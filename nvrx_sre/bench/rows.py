@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -43,6 +43,12 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
         return dataclasses.asdict(self)
+
+
+Say = Callable[[str], None]
+"""Takes a line about how a benchmark goes on."""
+Keep = Callable[[Sequence[Row]], None]
+"""Takes all rows so far, after every part of a benchmark."""
 
 
 class RowLabels(TypedDict):

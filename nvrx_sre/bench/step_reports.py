@@ -1,10 +1,10 @@
 """What a rank does for telemetry at a step boundary, and the training of the steps in between.
 
 The report is that of `session.context`, with a loss, and nothing captured; the rest of the boundary, which is there
-without reports as well, is `pass_boundary`. The training is that of a small model: its
-forward and backward pass and AdamW, in the thread of the rank and no other. That is what surrounds a report, and it
-decides what a report costs: it leaves nothing of the report's code and data in the processor's caches. Work that fits
-into a core's own caches leaves some of it there, so that a report costs half as much after it (docs/benchmarks).
+without reports as well, is `pass_boundary`. The training is that of a small model: its forward and backward pass and
+AdamW, in the thread of the rank and no other. That is what surrounds a report, and it decides what a report costs: it
+leaves nothing of the report's code and data in the processor's caches. Work that fits into a core's own caches leaves
+some of it there, so that a report costs half as much after it (docs/benchmarks).
 
 Must not: load torch before it trains, since the process that takes reports in has none.
 """

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from nvrx_sre.bench import telemetry_launcher as launcher
 from nvrx_sre.bench import telemetry_share as share
-from nvrx_sre.bench.rows import Row, machine_row, percentile, summarize, target, write_json
+from nvrx_sre.bench.rows import Row, machine_row, percentile, summarize, target
 from nvrx_sre.bench.step_reports import Reporter, training
 from nvrx_sre.bench.telemetry_launcher import BENCH, CONTESTANT
 from nvrx_sre.core.clock import SystemClock
@@ -42,7 +42,7 @@ _NS_PER_US = 1_000
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """How much is measured; the defaults take about six minutes."""
+    """How much is measured; the defaults take about seven minutes."""
 
     num_steps: int = 20_000
     """Steps back to back."""
@@ -65,14 +65,6 @@ def measure(config: BenchConfig | None = None) -> list[Row]:
             *launcher.measure(config.launcher),
             machine_row(),
         ]
-
-
-def run_bench(json_path: Path | None = None) -> list[Row]:
-    """`measure`, and the rows as JSON where `json_path` says."""
-    rows = measure()
-    if json_path is not None:
-        write_json(json_path, rows)
-    return rows
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 `events` runs a real launcher in this process, with real ranks that only report steps (`bench.reporting_rank`), at
 the target rate; what counts is how many events it takes in for each second of processor time of all its threads, so
-that other load on the machine does not decide, and that no rank found its socket full. `scrape` asks a run of 64 ranks
+that other load on the machine does not decide, and that no rank found its ring full. `scrape` asks a run of 64 ranks
 with 500 faults behind it. `exit` ends processes whose collector is silent or gone, and ones that have none.
 
 Must not: run beside a training; run outside the main thread.
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +42,8 @@ EXIT_TIMEOUT_S = 120.0
 NUM_SCRAPED_RANKS = 64
 FEW_FAULTS, MANY_FAULTS = 5, 500
 NUM_WARM_UP_SAMPLES = 2
+SLICE_MIN_S = 0.001
+"""Processor time (seconds) below which two readings were taken in one turn: the first stands for no work of its own."""
 SCRAPE_PAUSE_S = 0.3
 """Longer than the endpoint rests after a rendering."""
 _BATCH = 1_000
@@ -75,12 +77,16 @@ def measure(config: LauncherConfig) -> list[Row]:
 # --- events ---------------------------------------------------------------------------------------------------
 
 
+Reading = tuple[int, float]
+"""(events taken in, processor seconds of this process) so far."""
+
+
 class _Meter:
-    """Sink of the launcher: (events taken in, processor seconds of this process) at each aggregate of steps."""
+    """Sink of the launcher: a reading at each aggregate of steps."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._readings: list[tuple[int, float]] = []
+        self._readings: list[Reading] = []
 
     def __call__(self, record: Record) -> None:
         if isinstance(record.event, StepsCommitted):
@@ -88,10 +94,22 @@ class _Meter:
             self._readings.append((record.event.last_step * self._ranks, used.ru_utime + used.ru_stime))
 
     def rates(self) -> list[float]:
-        """Events for each second of processor time, between readings."""
-        pairs = pairwise(self._readings[NUM_WARM_UP_SAMPLES:])
-        grown = [(events - before, used_s - before_s) for (before, before_s), (events, used_s) in pairs]
-        return [num_events / spent_s for num_events, spent_s in grown if spent_s > 0]
+        """Events for each second of processor time, without the warm-up."""
+        return rates_between(self._readings[NUM_WARM_UP_SAMPLES:])
+
+
+def rates_between(readings: Sequence[Reading]) -> list[float]:
+    """Events for each second of processor time in the slices between readings.
+
+    Of aggregates that were recorded in one turn only the last ends a slice: the events of all of them were taken in
+    before the first, so that between them there are events and hardly any time.
+    """
+    ends: list[Reading] = []
+    for reading in readings:
+        if ends and reading[1] - ends[-1][1] < SLICE_MIN_S:
+            ends.pop()
+        ends.append(reading)
+    return [(num_events - before) / (used_s - before_s) for (before, before_s), (num_events, used_s) in pairwise(ends)]
 
 
 def _events_row(folder: Path, config: LauncherConfig) -> Row:

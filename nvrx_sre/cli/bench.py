@@ -5,16 +5,17 @@ Rows are {bench, contestant, case, ranks, n, median, p95, max, unit, note}, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 from rich import box
 from rich.table import Table
 
 from nvrx_sre.bench import recovery_cases, rows
+from nvrx_sre.bench.rows import Keep, Row, Say
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.core.errors import InternalError, UserError
 
@@ -60,16 +61,8 @@ def recovery(json_path: Path | None, **values: Any) -> int:
     from nvrx_sre.bench.recovery import Benchmark
 
     _check_writable(json_path)
-    bench = Benchmark(
-        _recovery_config(**values),
-        lambda line: click.echo(line, err=True),
-        lambda done: rows.write_json(json_path, done) if json_path is not None else None,
-    )
-    bench.run()
-    _show(bench.rows, json_path)
-    if bench.failed:
-        raise InternalError(f"{len(bench.failed)} parts of the benchmark failed: {'; '.join(bench.failed)}")
-    return 0
+    config = _recovery_config(**values)
+    return _run(json_path, lambda say, keep: Benchmark(config, say, keep))
 
 
 def _recovery_config(
@@ -103,18 +96,7 @@ def checkpoint(cases: tuple[str, ...], quick: bool, json_path: Path | None) -> i
     _check_writable(json_path)
     chosen = cases or question.CASES
     config = question.quick(chosen) if quick else question.BenchConfig(cases=chosen)
-    measured: list[rows.Row] = []
-
-    def take(part: list[rows.Row]) -> None:
-        measured.extend(part)
-        if json_path is not None:
-            rows.write_json(json_path, measured)
-
-    try:
-        question.measure(config, lambda line: click.echo(line, err=True), take)
-    finally:
-        _show(measured, json_path)
-    return 0
+    return _run(json_path, lambda say, keep: question.Benchmark(config, say, keep))
 
 
 @command.command("telemetry")
@@ -122,7 +104,7 @@ def checkpoint(cases: tuple[str, ...], quick: bool, json_path: Path | None) -> i
 def telemetry(json_path: Path | None) -> int:
     """Cost of telemetry to a rank, a step, the launcher, a scrape and the exit.
 
-    Says of each whether its target was met. Takes two minutes.
+    Says of each whether its target was met. Takes seven minutes.
     """
     from nvrx_sre.bench import telemetry as question
 
@@ -147,7 +129,7 @@ def telemetry(json_path: Path | None) -> int:
 def gpu(parts: tuple[str, ...], ranks: int, folder: Path | None, quick: bool, json_path: Path | None) -> int:
     """Recovery, hot captures and durable saves of a model of 1.88 B parameters on GPUs.
 
-    Takes eight minutes on two H200s. Rows are written after every part, so that a failure loses none.
+    Takes about ten minutes on two H200s (estimated). Rows are written after every part, so that a failure loses none.
     """
     from nvrx_sre.bench import gpu as question
 
@@ -155,14 +137,33 @@ def gpu(parts: tuple[str, ...], ranks: int, folder: Path | None, quick: bool, js
     chosen = parts or question.PARTS
     config = question.quick(chosen) if quick else question.BenchConfig(parts=chosen)
     config = replace(config, ranks=ranks, folder=folder)
-    question.check_devices(config)
-    bench = question.Benchmark(
-        config,
+    question.check_start(config)
+    return _run(json_path, lambda say, keep: question.Benchmark(config, say, keep))
+
+
+class _Benchmark(Protocol):
+    """What measures in parts: rows, and one line for each part that failed."""
+
+    rows: list[Row]
+    failed: list[str]
+
+    def run(self) -> None:
+        """Run all parts."""
+
+
+def _run(json_path: Path | None, make: Callable[[Say, Keep], _Benchmark]) -> int:
+    """Run a benchmark in parts: its rows are written after each, and shown at the end, also of one that was cut short.
+
+    Raises `InternalError` at the end if a part failed.
+    """
+    bench = make(
         lambda line: click.echo(line, err=True),
         lambda done: rows.write_json(json_path, done) if json_path is not None else None,
     )
-    bench.run()
-    _show(bench.rows, json_path)
+    try:
+        bench.run()
+    finally:
+        _show(bench.rows, json_path)
     if bench.failed:
         raise InternalError(f"{len(bench.failed)} parts of the benchmark failed: {'; '.join(bench.failed)}")
     return 0
@@ -174,7 +175,7 @@ def _check_writable(json_path: Path | None) -> None:
         raise UserError(f"cannot write {json_path}: there is no such folder")
 
 
-def _show(measured: Sequence[rows.Row], json_path: Path | None) -> int:
+def _show(measured: Sequence[Row], json_path: Path | None) -> int:
     """Print the rows, the machine's last, and write them where that was asked for."""
     every = [*(row for row in measured if row.bench != rows.MACHINE), rows.machine_row()]
     header, *lines = rows.table(every)

@@ -178,7 +178,7 @@ def test_a_part_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(command, ["checkpoint", "--json", "rows.json"])
     assert isinstance(done.exception, InternalError)
-    assert "failed in the benchmark: second: no save was begun" in str(done.exception)
+    assert "1 parts of the benchmark failed: second: no save was begun" in str(done.exception)
     assert written == [["first", "cores"]]
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["case"] for row in rows] == ["first", "third", "cores"]

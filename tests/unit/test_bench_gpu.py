@@ -141,7 +141,7 @@ def test_hangs_are_counted_from_their_detection() -> None:
     """How long a step may take is the user's choice; how late it was seen is ours."""
     rows = named(gpu.fault_rows("hang", 2, measured(4.5, detected_s=3.2)))
     assert rows["hang, detected after its deadline"].median == pytest.approx(0.2)
-    assert rows["hang, fault to first step"].median == pytest.approx(1.3)
+    assert rows["hang, detection to first step"].median == pytest.approx(1.3)
 
 
 def test_ends_are_compared_bit_for_bit_or_within_the_tolerance() -> None:
@@ -212,5 +212,13 @@ def test_the_large_model_wants_a_device_for_each_rank(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert main(["bench", "gpu"]) == 78
     assert "needs 2 GPUs and this machine has 1" in capsys.readouterr().err
-    gpu.check_devices(BenchConfig(ranks=1))
-    gpu.check_devices(quick(gpu.PARTS))
+    gpu.check_start(BenchConfig(ranks=1))
+    gpu.check_start(quick(gpu.PARTS))
+
+
+def test_runs_are_kept_in_a_folder_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one with earlier runs these would be gone on with, and be finished already."""
+    (tmp_path / "steady").mkdir()
+    assert main(["bench", "gpu", "--quick", "--folder", str(tmp_path)]) == 78
+    assert f"{tmp_path} is not an empty folder" in capsys.readouterr().err
+    gpu.check_start(replace(quick(gpu.PARTS), folder=tmp_path / "steady"))
