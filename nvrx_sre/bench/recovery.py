@@ -5,7 +5,7 @@ itself, and what is there is handed over after each. Cases and targets: `recover
 `recovery_reading`. Contestants: `recovery_ours`, `recovery_peers`. A row with a target says whether it was met; a
 part that failed and a case that a peer cannot do are rows without samples.
 
-Blocking: about 20 minutes on two cores; starts processes and waits for them. Must not: run anything else beside a
+Blocking: about half an hour on two cores; starts processes and waits for them. Must not: run anything else beside a
 measurement.
 """
 

@@ -55,8 +55,8 @@ def command() -> None:
 def recovery(json_path: Path | None, **values: Any) -> int:
     """Time from a fault to the first new step.
 
-    This launcher beside torchrun and, where it is installed, nvidia-resiliency-ext, on the same model. Takes twenty
-    minutes. Rows are written after every part, so that a failure loses none.
+    This launcher beside torchrun and, where it is installed, nvidia-resiliency-ext, on the same model. Takes half
+    an hour. Rows are written after every part, so that a failure loses none.
     """
     from nvrx_sre.bench.recovery import Benchmark
 
