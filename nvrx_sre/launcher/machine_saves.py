@@ -35,7 +35,7 @@ from nvrx_sre.events.schema import (
     SkipReason,
     Tier,
 )
-from nvrx_sre.launcher.commands import EndAttempt, ReleaseBoundary, ReleaseSlots, RetainSaves, StartSave
+from nvrx_sre.launcher.commands import EndAttempt, HurrySaves, ReleaseBoundary, ReleaseSlots, RetainSaves, StartSave
 from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_job import Job, Stage
 from nvrx_sre.launcher.machine_roster import Child, Roster
@@ -96,9 +96,11 @@ class Saves:
         self.last_failure = ""
 
     def start_writer(self, now_ns: int, node: int = 0) -> None:
-        """Spawn the writer of a node."""
+        """Spawn the writer of a node; one that comes after the end was begun has not heard of it."""
         self._respawn_ns.pop(node, None)
         self._roster.spawn(Role.WRITER, None, now_ns, node)
+        if self._job.stage is Stage.STOPPING:
+            self._job.command(HurrySaves())
 
     def on_commit(self, committed: Committed, now_ns: int) -> None:
         """A step was committed: hand it over if its durable save is due, or one is owed."""

@@ -141,9 +141,11 @@ class Shutdown:
     def _is_last_step_lost(self) -> bool:
         """Training is done, and its state is in no checkpoint: it goes with this launcher.
 
-        It may be done below H, with fewer steps asked for than were executed before.
+        It may be done below H, with fewer steps asked for than were executed before. Before the first step there is
+        nothing to lose.
         """
-        return self._exit_code == ExitCode.FINISHED and self._saves.committed_step < self._commits.step
+        num_saved = max(0, self._saves.committed_step)
+        return self._exit_code == ExitCode.FINISHED and num_saved < self._commits.step
 
     def _end(self) -> None:
         self._job.stage = Stage.STOPPED

@@ -475,3 +475,13 @@ def test_a_run_whose_last_step_is_not_saved_is_to_be_started_again() -> None:
     (stop,) = driven.all(c.Stop)
     assert stop.exit_code == 75
     assert stop.reason == "finished; the last step is not saved (storage: disk full), nothing is durable"
+
+
+def test_a_run_without_a_step_has_finished() -> None:
+    """Nothing was trained, so nothing is lost: to start it again would go on for ever."""
+    driven = begun(num_standbys=0)
+    for rank in range(2):
+        driven.say(driven.child_of(rank), wire.Finished(generation=1, step=0, result={}, mono_ns=driven.now_ns))
+    for child in (1, 2, 3):
+        driven.kill(child, exit_code=0, signal=None)
+    assert [(item.exit_code, item.reason) for item in driven.all(c.Stop)] == [(0, "finished")]

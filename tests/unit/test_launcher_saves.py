@@ -77,6 +77,20 @@ def test_the_bound_of_the_writer_is_lifted_when_the_run_ends() -> None:
     assert driven.order(c.HurrySaves, c.StartSave) == ["HurrySaves", "StartSave"]
 
 
+def test_a_writer_that_comes_after_the_end_was_begun_hears_of_it() -> None:
+    """The one before died in the last save: its successor must not be slower than the time that is left."""
+    driven = begun()
+    driven.step(10)
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    [writer] = [item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER]
+    driven.kill(writer)
+    driven.wait(1.0)
+    *_, successor = [item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER]
+    driven.start_child(successor)
+    assert saved(driven) == [10, 10]
+    assert driven.order(c.HurrySaves, c.StartSave) == ["HurrySaves", "StartSave"] * 2
+
+
 def test_a_due_save_that_found_no_slot_is_skipped_once_and_owed() -> None:
     """Ranks that capture later say nothing of a due save again; what they seal is taken."""
     driven = begun()
