@@ -161,8 +161,8 @@ TICKETS = {
 SAID = {
     "rank-00000.log": "said by rank 0",
     "rank-00001.log": "said by rank 1",
-    "writer-attempt-0000-3.log": "said by the writer",
-    "standby-attempt-0000-4.log": "said by a standby",
+    "writer-epoch-0014-attempt-0000-3.log": "said by the writer",
+    "standby-epoch-0014-attempt-0000-4.log": "said by a standby",
     "launcher.log": "\n".join(
         [
             json.dumps({"event": "telemetry: otlp failed, training goes on: refused", "level": "warning"}),
@@ -170,8 +170,12 @@ SAID = {
             LAST_WORDS,
         ]
     ),
+} | {
+    f"{role}-epoch-{epoch:04d}-attempt-0000-{child}.log": "of an earlier launcher\n" * 19
+    for epoch in range(1, 14)
+    for role, child in (("writer", 3), ("standby", 4))
 }
-"""Log -> what stands in it."""
+"""Log -> what stands in it. Launchers before wrote more than a page shows."""
 _DONE: dict[tuple[str, str], str] = {}
 
 
