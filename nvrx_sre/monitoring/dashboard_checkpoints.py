@@ -82,8 +82,8 @@ def _load(q: Query) -> tuple[Panel, ...]:
             PERCENTAGE, 8, course(q.latest(catalog.CHECKPOINT_SATURATION), "rho"), minimum=0,
         ),
         timeseries(
-            "Hot tier", "Steps between hot captures in force (0: off), slots a rank, and ranks that have room for a "
-            "snapshot on their device.", "none", 8,
+            "Hot tier", "Steps between hot captures in force (0: off), slots a rank, and ranks of the leader's node "
+            "that have room for a snapshot on their device.", "none", 8,
             course(q.latest(catalog.HOT_INTERVAL), "steps between captures"),
             course(q.latest(catalog.HOT_SLOTS), "slots"),
             course(q.latest(catalog.HOT_SNAPSHOTS), "ranks with snapshots"), minimum=0, decimals=0,

@@ -395,9 +395,11 @@ HOT_CAPTURE_COST = _gauge(
     "nvrx_hot_capture_cost_ratio", Unit.RATIO, "Cost of the hot captures over the time of the steps between them."
 )
 HOT_SLOTS = _gauge("nvrx_hot_slots", Unit.COUNT, "Slots of the hot tier a rank.")
-HOT_SLOTS_BYTES = _gauge("nvrx_hot_slots_bytes", Unit.BYTES, "Memory of all hot slots.")
+HOT_SLOTS_BYTES = _gauge("nvrx_hot_slots_bytes", Unit.BYTES, "Memory of all hot slots of the leader's node.")
 HOT_SNAPSHOTS = _gauge(
-    "nvrx_hot_snapshot_ranks", Unit.COUNT, "Ranks whose hot captures go through a snapshot on their device."
+    "nvrx_hot_snapshot_ranks",
+    Unit.COUNT,
+    "Ranks of the leader's node whose hot captures go through a snapshot on their device.",
 )
 
 # --- nodes and ranks --------------------------------------------------------------------------------------
