@@ -3,7 +3,7 @@
     HostFilling     copy() copies in the thread that calls it; until then nothing may change the tensors
     DeviceFilling   the device copies by itself (`ring.Drain`); copy() waits for it, changes wait on the device
 
-Thread safety: `copy`, then `seal`, in one thread, once each; `let_change` and `is_late` in the main thread beside it.
+Thread safety: `copy`, then `seal`, in one thread, once each; `let_change` in the main thread beside it.
 Must not: raise for what a capture cannot help; it is then not whole, and nobody seals it.
 """
 

@@ -76,7 +76,7 @@ def snapshot_fits(data_bytes: int, free_bytes: int, num_out_of_memory: int) -> b
 
 
 class Ring:
-    """Memory of a device through which state passes. One a process: the choice holds for its life, until it fails."""
+    """Memory of a device through which state passes. One a process: the choice holds until memory runs out."""
 
     def __init__(self, device: torch.device, piece_bytes: int = PIECE_BYTES) -> None:
         self.device = device
@@ -125,14 +125,24 @@ class Ring:
         return self._memory[:size_bytes]
 
     def release(self) -> None:
-        """The generation is over; torch keeps the memory for the next one, which asks for as much."""
+        """The generation is over; torch keeps the memory for the next one, which asks for as much.
+
+        For a few pieces if memory ran out: the snapshot's may be what was missing.
+        """
         self._memory = self.fetched = None
+        if self.is_snapshot and _num_out_of_memory(self.device):
+            self.is_snapshot = False
 
 
 def _memory_of(device: torch.device) -> tuple[int, int]:
     """(free bytes, how often this process ran out of them)."""
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return free_bytes, torch.cuda.memory_stats(device)["num_ooms"]
+    return free_bytes, _num_out_of_memory(device)
+
+
+def _num_out_of_memory(device: torch.device) -> int:
+    """Asks torch alone: the device itself may be lost."""
+    return int(torch.cuda.memory_stats(device)["num_ooms"]) if device.type == "cuda" else 0
 
 
 class Drain:

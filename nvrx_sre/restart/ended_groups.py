@@ -36,18 +36,24 @@ class EndedGroups:
         """Kept when it has ended: whoever compares threads by identity must not meet another one at its address."""
         self._pool: ThreadPoolExecutor | None = None
         self._aborting: Future[None] | None = None
+        self._begun: set[int] = set()
+        """Identities of the groups in hand, which are alive as long as they are."""
         self._lock = threading.Lock()
 
     def abort(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begin to abort these; does not wait. While others are being aborted it does nothing: call again.
+        """Begin to abort these, but for those in hand; does not wait.
 
-        Its thread is the same in all generations.
+        Called again it finds groups that were formed meanwhile. Its thread is the same in all generations.
         """
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nvrx-abort")
             if self._aborting is None or self._aborting.done():
-                self._aborting = self._pool.submit(abort_all, groups)
+                self._begun = set()
+            new = [group for group in groups if id(group) not in self._begun]
+            if new:
+                self._begun |= {id(group) for group in new}
+                self._aborting = self._pool.submit(abort_all, new)
 
     def add(self, groups: list[dist.ProcessGroup]) -> None:
         """These are aborted, and nothing of theirs runs any more."""

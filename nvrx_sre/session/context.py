@@ -289,12 +289,16 @@ class Context:
         if self._saver is not None:
             self._saver.close()
             self._spare.keep(self._tracked)
+        if self._process.ring is not None:  # also what was fetched for a restore that never came
+            self._process.ring.release()
         self._inject("teardown")
 
     def _let_change(self) -> None:
         """Scripts change weights by hand here: block until what the newest commit captures is copied."""
-        if self._saver is not None:
+        if self._saver is not None and self._reports is not None:
+            self._reports.save_ns += self._saver.take_waited_ns()  # of optimizers before
             self._saver.let_change()
+            self._reports.waited(self._saver.take_waited_ns())
 
     def _inject(self, point: str) -> None:
         """Fire planned faults of the next step; before the restore, of the step after the newest candidate's."""

@@ -1,24 +1,28 @@
 """Slots are mapped in a thread of their own: to map and lock tens of gigabytes takes seconds, which nobody waits for.
 
-    put(work)     -> done in the order in which it came
+    put(work)     done in the order in which it came
+    do(work)      the same, waited for
     map(...)      `SlotFile.map`, and its pages locked where there is a device (`checkpoint.page_lock`)
 
 What cannot be locked is said once, and copied the slow way. The thread is there from the start, so that no generation
-is taken for its owner. Thread safety: `put` and `settle` from any thread; `map` from the thread, or the main one while
-the thread is idle. Must not: touch a device before there are slots.
+is taken for its owner. Thread safety: `put` from any thread; `do`, `settle` and `hurried` from the main one; `map` in
+the thread alone, since CUDA remembers what it refused, and torch raises that at the thread's next launch. Must not:
+touch a device before there are slots.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 from nvrx_sre.checkpoint.slots import SlotFile
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Mapper:
@@ -36,11 +40,23 @@ class Mapper:
         """Have it done. Errors are the work's own matter."""
         self._pool.submit(work, *args, **kwargs)
 
+    def do(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Have it done after everything that was put, and wait. Raises what it raises."""
+        with self.hurried():
+            return self._pool.submit(work, *args, **kwargs).result()
+
     def settle(self) -> None:
-        """Wait until everything that was put is done. Somebody waits now: no more rests."""
+        """Wait until everything that was put is done."""
+        self.do(lambda: None)
+
+    @contextmanager
+    def hurried(self) -> Iterator[None]:
+        """Somebody waits inside: no rests."""
         self._hurries.set()
-        self._pool.submit(lambda: None).result()
-        self._hurries.clear()
+        try:
+            yield
+        finally:
+            self._hurries.clear()
 
     def map(self, fd: int, data_bytes: int, blob_bytes: int) -> SlotFile:
         """As `SlotFile.map`; where there is a device the pages are locked as well, with rests for the training."""

@@ -95,9 +95,10 @@ class RankProcess:
             self.slots.close()
             self.slots = None
         if descriptor is None:
-            self._ahead.drop()
+            self._mapper.do(self._ahead.drop)
         else:
-            self.slots = self._ahead.take(assign.rank, descriptor, assign.slot_data_bytes, assign.slot_blob_bytes)
+            sizes = assign.slot_data_bytes, assign.slot_blob_bytes
+            self.slots = self._mapper.do(self._ahead.take, assign.rank, descriptor, *sizes)
 
     def ask_slots(self, generation: int, layout_hash: str, data_bytes: int, blob_bytes: int) -> None:
         """Have slots of at least these sizes made and mapped, unless they are there or on their way. Does not wait."""
@@ -140,7 +141,7 @@ class RankProcess:
         return self.slots
 
     def _take_grant(self, data_bytes: int, blob_bytes: int) -> SlotFile:
-        with self._granted:
+        with self._mapper.hurried(), self._granted:
             while not isinstance(self._grant, Exception) and not _fits(self._grant, data_bytes, blob_bytes):
                 self._granted.wait()
             granted, self._grant, self._asked = self._grant, None, None

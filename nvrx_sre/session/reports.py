@@ -98,6 +98,12 @@ class StepReports:
         if phase is not Phase.STEP:
             self._phase, self._entered_ns = phase, now_ns
 
+    def waited(self, waited_ns: int) -> None:
+        """The time up to now was a wait for a capture: a save's, also inside a phase, which is not booked it."""
+        self.save_ns += waited_ns
+        if self._entered_ns:
+            self._entered_ns += waited_ns
+
     def step_s(self) -> float:
         """Seconds so far that were the steps' own."""
         return seconds(self.now_ns() - self._begun_ns - self._data_ns - self.save_ns - self._evaluate_ns)

@@ -5,8 +5,8 @@
 Model: the launcher sends the descriptor of each rank's slots as they come to be; those of the rank that the standby
 becomes come once more with the assignment, and are mapped then if they are others than were mapped ahead. A mapping
 that fails is none: the one at the assignment says why.
-Thread safety: `map` and `drop` are one thread's (`mapping`); `newest` is the main thread's, and so is `take` once the
-launcher has assigned a rank, after which it sends no more of them. Must not: write a slot.
+Thread safety: `map`, `drop` and `take` are one thread's (`mapping`), `stop` and `newest` the main thread's. Once the
+launcher has assigned a rank it sends no more of them. Must not: write a slot.
 """
 
 from __future__ import annotations

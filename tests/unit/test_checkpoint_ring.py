@@ -255,6 +255,20 @@ def test_released_ring_captures_again(state: State) -> None:
     assert same(state.stored(1), state.tensors())
 
 
+def test_a_generation_that_ran_out_of_memory_was_the_last_with_a_snapshot(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory may be what a step was short of: the next one would run out of it again."""
+    state.capture(0, 1)
+    state.ring.release()
+    assert state.ring.is_snapshot
+    monkeypatch.setattr(ring, "_num_out_of_memory", lambda _: 1)
+    state.ring.release()
+    state.capture(1, 2)
+    assert state.ring.is_snapshot is False
+    assert same(state.stored(1), state.tensors())
+
+
 def test_snapshot_needs_room_and_a_clean_record() -> None:
     """The choice: state and room must be free, and the process must never have run out of memory."""
     assert snapshot_fits(10 << 30, 12 << 30, 0)

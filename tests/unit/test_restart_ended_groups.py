@@ -115,6 +115,22 @@ def test_nobody_waits_for_an_abort_but_the_end_of_its_groups() -> None:
     assert slow.num_aborted == 2
 
 
+def test_a_group_that_was_formed_during_an_abort_is_aborted_too() -> None:
+    """A rank that is blocked in it, or its kernels, would hold up the teardown; it is freed after its own abort."""
+    slow, late, group = SlowToAbort(), SlowToAbort(), SlowToEnd()
+    group.may_end.set()
+    late.may_end.set()
+    ended = EndedGroups()
+    ended.abort([slow])  # type: ignore[list-item]  # stands for a group
+    ended.abort([slow, late])  # type: ignore[list-item]  # stand for groups
+    ended.add([group.group()])
+    assert ended.let_go() == ""
+    assert not group.has_ended.is_set()
+    slow.may_end.set()
+    assert group.has_ended.wait(60)
+    assert (slow.num_aborted, late.num_aborted) == (1, 1)
+
+
 def test_groups_are_forgotten_while_they_are_aborted() -> None:
     """The next generation forms its group at once, under the names of the first; nothing of the old one is left."""
     groups = ProcessGroups(aborts_beside=True)

@@ -18,6 +18,7 @@ from nvrx_sre.events.step_record import to_message
 from nvrx_sre.events.step_ring import StepRing
 from nvrx_sre.session.context import Context, NonFiniteLoss
 from nvrx_sre.session.reports import StepReports
+from nvrx_sre.testing.clock import ManualClock
 
 
 class Control:
@@ -130,6 +131,23 @@ def test_a_rank_that_waits_for_the_answer_calls_the_launcher(control: Control) -
     assert steps == [1] and control.num_bells == 1
     assert second.durable and second.checkpoint_block_s > 0
     assert control.entered == [Phase.STEP, Phase.SAVE, Phase.STEP, Phase.STEP]
+
+
+def test_a_wait_at_the_end_of_a_pass_is_no_time_of_data(control: Control) -> None:
+    """It is the checkpoint's alone; what an optimizer waited for before the phase is not taken from the phase."""
+    context, clock = restored_context(control), ManualClock()
+    saver: Any = context._saver
+    context._reports = reports = StepReports(control.ring, clock, 1, saver)
+    saver.let_change = lambda: clock.advance(3.0)
+    saver.take_waited_ns = iter([2_000_000_000, 3_000_000_000, 0]).__next__
+    clock.advance(4.0)
+    with context.phase("data"):
+        context._let_change()
+        clock.advance(1.0)
+    context.commit()
+    (report,) = control.told()
+    assert (report.step_s, report.data_s, report.checkpoint_block_s) == (2.0, 1.0, 5.0)
+    assert reports.step_s() == 2.0
 
 
 def test_weights_may_be_changed_by_hand_in_an_evaluation_and_after_a_loader(control: Control) -> None:

@@ -13,32 +13,17 @@ from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.step_record import UNKNOWN_LOSS, to_message
 from nvrx_sre.events.step_ring import StepRing
 from nvrx_sre.session.reports import StepReports
+from nvrx_sre.testing.clock import ManualClock
 
 S = 1_000_000_000
 START_NS = 7 * S
-
-
-class Ticks:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_ns = START_NS
-
-    def monotonic_ns(self) -> int:
-        return self.now_ns
-
-    def wall_ns(self) -> int:
-        return self.now_ns
-
-    def to_wall_ns(self, monotonic_ns: int) -> int:
-        return monotonic_ns
 
 
 class Rank:
     """A rank that reports into a ring of its own."""
 
     def __init__(self) -> None:
-        self.clock = Ticks()
+        self.clock = ManualClock(start_ns=START_NS)
         self.ring = StepRing.create()
         self.saver: Any = SimpleNamespace(num_captured=0, num_skipped=0)
         self.reports = StepReports(self.ring, self.clock, 3, self.saver)
@@ -46,12 +31,12 @@ class Rank:
 
     def spend(self, seconds: int) -> None:
         """Time passes."""
-        self.clock.now_ns += seconds * S
+        self.clock.advance(seconds)
 
     def commit(self, boundary_s: int = 0, **about: Any) -> Step:
         """A step's end and its boundary; the report as the launcher takes it."""
         self.step += 1
-        began_ns = self.clock.now_ns
+        began_ns = self.clock.monotonic_ns()
         self.spend(boundary_s)
         captured: Any = SimpleNamespace(slot=about.pop("slot", -1), durable=about.pop("durable", False))
         assert not self.reports.tell(self.step, began_ns, about.pop("loss", UNKNOWN_LOSS), captured)
@@ -101,6 +86,17 @@ def test_waiting_inside_the_step_is_moved(rank: Rank) -> None:
     rank.spend(3)
     rank.reports.save_ns += S
     assert times(rank.commit()) == (2, 0, 1, 0)
+
+
+def test_waiting_inside_a_phase_is_not_booked_twice(rank: Rank) -> None:
+    """The end of a loader's pass waits for a copy, usually inside the data phase."""
+    rank.spend(1)
+    rank.reports.enter(Phase.DATA)
+    rank.spend(5)
+    rank.reports.waited(3 * S)
+    rank.spend(1)
+    rank.reports.enter(Phase.STEP)
+    assert times(rank.commit()) == (1, 3, 3, 0)
 
 
 def test_what_is_told_arrives(rank: Rank) -> None:

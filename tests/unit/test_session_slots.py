@@ -175,3 +175,40 @@ def test_whoever_waits_for_slots_lets_the_lock_hurry() -> None:
     assert begun.wait(LIMIT_S)
     mapper.settle()
     assert rests == [True]
+
+
+def test_a_rank_locks_its_slots_in_the_thread_without_rests(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replacement with none ahead: all ranks wait for it, and what CUDA refuses must not come up in its launches."""
+    process, seen = launcher.process, []
+
+    def lock(_: SlotFile) -> str:
+        seen.append((threading.current_thread().name.partition("_")[0], process._mapper._hurries.is_set()))
+        return ""
+
+    monkeypatch.setattr(process._mapper, "_lock", lock)
+    made = SlotFile.create(*SMALL, name="nvrx-test")
+    launcher.made.append(made)
+    assign: Any = SimpleNamespace(rank=1, local_rank=1, slot_data_bytes=SMALL[0], slot_blob_bytes=SMALL[1])
+    process.take_slots(assign, os.dup(made.fd))
+    assert process.slots is not None and is_same(process.slots, made)
+    assert seen == [("nvrx-slots", True)]
+
+
+def test_a_capture_that_waits_for_its_slots_lets_the_lock_hurry(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A due save stands still until they are there: there is no training to rest for."""
+    process, rests = launcher.process, []
+
+    def lock(_: SlotFile) -> str:
+        rests.append(process._mapper._hurries.wait(LIMIT_S))
+        return ""
+
+    monkeypatch.setattr(process._mapper, "_lock", lock)
+    made = SlotFile.create(*SMALL, name="nvrx-test")
+    launcher.made.append(made)
+    launcher._grant(wire.SlotsGranted(data_bytes=SMALL[0], blob_bytes=SMALL[1]), os.dup(made.fd))
+    assert is_same(process.slots_for(1, "h", *SMALL), made)
+    assert rests == [True]
