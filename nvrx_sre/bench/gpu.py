@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,8 @@ def ends_of(run_dir: Path) -> dict[str, Any]:
 def steady_rows(ranks: int, found: Steady) -> list[Row]:
     """Steps without and with captures and beside a durable write; what captures block, and how fast it writes."""
     free_s, hot_s = mean_step_s(found.free), mean_step_s(found.hot)
-    every, cost_s = found.chosen.every_steps, found.chosen.cost_s
+    last = found.chosen[-1]
+    every = ", then ".join(str(steps) for steps, _ in groupby(item.every_steps for item in found.chosen))
     share = hot_s / free_s - 1
     rows = [
         _row("step free of captures", ranks, [item.step_s for item in found.free], "s", f"mean {free_s:.4f} s"),
@@ -223,7 +225,8 @@ def steady_rows(ranks: int, found: Steady) -> list[Row]:
             [share],
             "of a step",
             f"every {every} steps; mean step {hot_s:.4f} s against {free_s:.4f} s free of them; by the interval's "
-            f"own measure {cost_s * 1000:.1f} ms a capture, {cost_s / every / found.chosen.step_s:.4f} of a step; "
+            f"own measure {last.cost_s * 1000:.1f} ms a capture, "
+            f"{last.cost_s / last.every_steps / last.step_s:.4f} of a step; "
             + target(f"at most {HOT_COST_MAX}", share <= HOT_COST_MAX),
         ),
     ]

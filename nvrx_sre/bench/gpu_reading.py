@@ -57,17 +57,21 @@ class Steady:
     hot: Sequence[Stretch]
     """From the first choice of an interval on."""
     writing: Sequence[Stretch]
-    chosen: HotIntervalChosen
+    chosen: Sequence[HotIntervalChosen]
+    """In order; an interval that was confirmed is chosen again."""
     written: Sequence[SaveWritten]
     verified: Sequence[SaveVerified]
 
 
 def steady_of(records: Iterable[Record]) -> Steady:
-    """A run without faults. Raises `InternalError` if it never chose an interval of captures."""
+    """A run without faults. Raises `InternalError` if it chose no interval of captures, or could capture nothing."""
     found = list(records)
     chosen = [(record.time_ns, record.event) for record in found if isinstance(record.event, HotIntervalChosen)]
     if not chosen:
         raise InternalError("the benchmark's run is too short: it chose no interval of captures")
+    for _, event in chosen:
+        if event.every_steps == 0:
+            raise InternalError(f"the benchmark's run captures nothing: {event.reason}")
     stretches = stretches_of(found)
     writes = _writes(found)
     hot = [item for item in stretches if item.started_ns >= chosen[0][0] and not _is_beside(item, writes)]
@@ -75,7 +79,7 @@ def steady_of(records: Iterable[Record]) -> Steady:
         free=free_of(hot),
         hot=hot,
         writing=[item for item in stretches if _is_beside(item, writes) and item.started_ns >= chosen[0][0]],
-        chosen=chosen[-1][1],
+        chosen=[event for _, event in chosen],
         written=[record.event for record in found if isinstance(record.event, SaveWritten)],
         verified=[record.event for record in found if isinstance(record.event, SaveVerified)],
     )

@@ -105,10 +105,21 @@ def test_rows_of_a_steady_run_say_whether_targets_were_met(history: History) -> 
     assert rows["durable save, written"].median == 2.0 and rows["durable save, read back"].median == 5.0
 
 
+def test_every_interval_that_was_in_force_is_told(history: History) -> None:
+    """Captures may cost what they do by an earlier choice than the last; one that is confirmed is told once."""
+    for cost_s in (0.02, 0.016):
+        history.add(schema.HotIntervalChosen(every_steps=8, cost_s=cost_s, step_s=0.1, reason="measured"))
+    cost = named(gpu.steady_rows(2, reading.steady_of(history.records)))["hot captures, cost of training time"]
+    assert cost.note.startswith("every 10, then 8 steps;") and "16.0 ms a capture, 0.0200 of a step" in cost.note
+
+
 def test_a_run_without_a_choice_is_no_measurement(history: History) -> None:
     """Captures that are only probed for say nothing of what they cost in the long run."""
     history.records = [record for record in history.records if not isinstance(record.event, schema.HotIntervalChosen)]
     with pytest.raises(InternalError, match="chose no interval"):
+        reading.steady_of(history.records)
+    history.add(schema.HotIntervalChosen(every_steps=0, cost_s=0.0, step_s=0.0, reason="no memory for slots"))
+    with pytest.raises(InternalError, match="captures nothing: no memory for slots"):
         reading.steady_of(history.records)
 
 
