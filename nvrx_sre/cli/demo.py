@@ -80,12 +80,14 @@ def replace_earlier(run_dir: Path) -> None:
 
     Raises `UserError` rather than remove anything else, and `RunDirectoryBusy` if that demo still runs.
     """
-    if run_dir.is_symlink() or run_dir.exists():
+    is_there = run_dir.is_symlink() or run_dir.exists()
+    if is_there:
         if run_dir.is_symlink() or not (run_dir / MARK_FILE).is_file():
             raise UserError(f"{run_dir} exists and was not made by `nvrx-sre demo`: choose another --run-dir")
         check_unowned(run_dir)
-        shutil.rmtree(run_dir)
     try:
+        if is_there:
+            shutil.rmtree(run_dir)
         make_private_directory(run_dir)
         (run_dir / MARK_FILE).touch()
     except OSError as error:

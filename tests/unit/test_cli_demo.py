@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,18 @@ def test_an_earlier_demo_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryBusy):
         demo.replace_earlier(old)
     assert (old / "journal").exists()
+
+
+def test_an_earlier_demo_that_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be somebody else's."""
+    demo.replace_earlier(tmp_path / "old")
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(demo.shutil, "rmtree", refuse)
+    with pytest.raises(UserError, match="old cannot be used: Permission denied; choose another --run-dir"):
+        demo.replace_earlier(tmp_path / "old")
 
 
 def test_a_demo_that_cannot_run_removes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
