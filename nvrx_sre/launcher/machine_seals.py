@@ -3,7 +3,8 @@
 Model: a rank's report of a step names the slot that takes it; a `Sealed` message says that the slot holds it, or
 that the capture was given up. A committed step is settled when the captures of it are over on every rank, in the
 order of steps: sealed if every rank holds it, else not. A step whose report was lost on the way counts as not
-captured there. The last step of a run may be captured after its report, and is then settled a second time.
+captured there. A step may be captured after its report, before weights are changed by hand and at the end of a run, and
+is then settled a second time if no later one was.
 
 Invariants: a step is sealed only if each rank said so itself; nothing is settled before an earlier step is, so
 that what is stranded above a sealed step never frees one that may still be sealed. Bounded: steps wait only
@@ -13,7 +14,7 @@ while a copy runs. Pure.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import StepKind
@@ -99,17 +100,25 @@ class Seals:
         while self._waiting and self._is_over(self._waiting[0]):
             item = self._waiting.popleft()
             outcome = self._outcome(item)
-            settled.append(outcome)
             self._uncaptured = None if outcome.sealed else item
             # A rank that is through may have captured the last step before another one has reported it.
-            first_kept = item.step if self._uncaptured else item.step + 1
-            for state in self._ranks:
-                state.slots = {step: slot for step, slot in state.slots.items() if step >= first_kept}
+            is_dropping = self._drop_below(item.step if self._uncaptured else item.step + 1)
+            # What was captured late and not by all would keep its slots for ever if nothing is sealed above it.
+            settled.append(replace(outcome, is_stranded=True) if self._uncaptured and is_dropping else outcome)
         last = self._uncaptured
         if last is not None and not self._waiting and self._seal(last):
             self._uncaptured = None
             settled.append(self._described(last, is_due=False))
         return settled
+
+    def _drop_below(self, first_kept: int) -> bool:
+        """Forget captures of earlier steps: they cannot become common to all ranks. True if there were any."""
+        num_dropped = 0
+        for state in self._ranks:
+            kept = {step: slot for step, slot in state.slots.items() if step >= first_kept}
+            num_dropped += len(state.slots) - len(kept)
+            state.slots = kept
+        return num_dropped > 0
 
     def _is_over(self, item: Unsettled) -> bool:
         return not item.is_begun_everywhere or all(state.over_step >= item.step for state in self._ranks)

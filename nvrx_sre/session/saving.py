@@ -3,7 +3,8 @@
     boundary of step s     begin the capture in the main thread, go on training
     thread                 copy -> seal -> tell the launcher
     before an optimizer    wait for the copy (a hook on every tracked optimizer); a device waits by itself. So do an
-                           evaluation and the end of a pass over a tracked loader, where weights are changed by hand
+                           evaluation and the end of a pass over a tracked loader, where weights are changed by hand;
+                           a step that was not due is captured there
     next capture, the end  wait for the seal
 
 On a device the first captures are skipped while slots are mapped and locked, which takes seconds; on the CPU they wait.
@@ -53,6 +54,8 @@ class HotSaver:
         self._restored_step = restored_step
         self._newest = restored_step
         """Newest step that a slot holds or is taking."""
+        self._left_out: int | None = None
+        """The newest step, if its capture was not due: no rank has it."""
         self._save_requested = False
         self._is_owed = False
         """A due save found no free slot, which the launcher was told once: made up for at the next boundary."""
@@ -66,7 +69,7 @@ class HotSaver:
         self._untold: wire.Sealed | None = None
         """End of the newest capture, if the channel had no room for it."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nvrx-capture")
-        self._hooks = [item.register_step_pre_hook(self.let_change) for item in capturer.optimizers]
+        self._hooks = [item.register_step_pre_hook(self._let_step) for item in capturer.optimizers]
         self.num_captured = 0
         self.num_skipped = 0
 
@@ -82,15 +85,31 @@ class HotSaver:
         """Begin to capture `step` if it is due. Blocks for what cannot be copied later."""
         is_due = self.is_durable_due(step)
         durable = is_due or self._is_owed
+        self._left_out = None
         if not durable and not self._process.hot_schedule.is_due(step):
+            self._left_out = step
             self._prepare_slots()
             return Captured(slot=-1, durable=False)
         slot = self._capture(step, durable, waits=durable)
         self._save_requested, self._is_owed = False, durable and slot < 0
         return Captured(slot=slot, durable=is_due)
 
+    def let_change(self) -> None:
+        """The script may change by hand what is tracked. Blocks until the newest step's state is copied.
+
+        Also that of a step whose capture was not due: it may be the last one, and at the end its state could be gone.
+        Where no slot is free it is left to the end.
+        """
+        step, self._left_out = self._left_out, None
+        if step is not None:
+            clock = self._process.control.clock
+            started_ns = clock.monotonic_ns()
+            self._capture(step, durable=False, waits=False)
+            self._waited_ns += clock.monotonic_ns() - started_ns
+        self._let_step()
+
     def take_waited_ns(self) -> int:
-        """Time that optimizers have waited for the copy since the last call."""
+        """Time that optimizers and changes by hand have waited for the copy since the last call."""
         waited_ns, self._waited_ns = self._waited_ns, 0
         return waited_ns
 
@@ -129,8 +148,6 @@ class HotSaver:
             hook.remove()
         self._thread.shutdown(wait=True)
         self._filling = None
-        if self._capturer.ring is not None:
-            self._capturer.ring.release()
 
     def _capture(self, step: int, durable: bool, *, waits: bool) -> int:
         """The slot, -1 if none is free. `waits`: also on a device for slots that are not mapped yet."""
@@ -219,7 +236,7 @@ class HotSaver:
         )
         self._untold = None if control.channel.send_nowait(told) else told
 
-    def let_change(self, *_: Any) -> None:
+    def _let_step(self, *_: Any) -> None:
         """What was left to copy at the boundary may be changed after this; blocks for the copy. Optimizers' hook."""
         filling, self._filling = self._filling, None
         copied = self._copied

@@ -118,6 +118,20 @@ def test_the_last_step_may_be_captured_after_its_report() -> None:
     assert driven.started == []
 
 
+def test_what_one_rank_captured_after_its_report_is_freed_by_the_next_step() -> None:
+    """Rank 0 alone evaluates, and captures step 2 before: it would hold that slot for ever."""
+    driven = Late()
+    driven.report(1, slot=0)
+    driven.seal(0, 1, 0)
+    driven.seal(1, 1, 0)
+    driven.report(2, slot=-1)
+    driven.seal(0, 2, 1)
+    assert driven.all(c.StrandSlots) == []
+    driven.report(3, slot=-1)
+    assert [item.step for item in driven.all(c.StrandSlots)] == [3]
+    assert driven.published == [1]
+
+
 @pytest.mark.parametrize(
     ("cost_s", "step_s", "every"),
     [(0.0, 0.1, 1), (0.001, 0.1, 1), (0.00101, 0.1, 2), (0.01, 0.1, 10), (0.5, 0.1, 500), (0.1, 0.0, 10**10)],

@@ -272,6 +272,36 @@ def test_the_last_step_is_captured_at_the_end() -> None:
     rank.close()
 
 
+def test_a_step_that_was_not_due_is_captured_before_weights_are_changed_by_hand() -> None:
+    """Averaged weights are swapped in for good after the last step: what is saved at the end is the commit's state."""
+    rank = Rank(hot_every=10)
+    rank.step()
+    assert rank.saver.at_boundary(1).slot == -1
+    committed = rank.model.weight.detach().clone()
+    rank.saver.let_change()
+    with torch.no_grad():
+        rank.model.weight.zero_()
+    rank.saver.let_change()
+    rank.saver.finish(1)
+    assert [(item.step, item.slot) for item in rank.told] == [(1, 0)]
+    assert torch.equal(rank.stored(0)["model.weight"], committed)
+    rank.close()
+
+
+def test_no_change_by_hand_waits_for_a_slot() -> None:
+    """Where none is free the step is left to the end, and the evaluation begins."""
+    rank = Rank(hot_every=10)
+    rank.is_full = True
+    rank.step()
+    rank.saver.at_boundary(1)
+    rank.saver.let_change()
+    assert rank.told == []
+    rank.is_full = False
+    rank.saver.finish(1)
+    assert [item.step for item in rank.told] == [1]
+    rank.close()
+
+
 def test_the_last_step_waits_for_the_slot_that_the_writer_reads() -> None:
     """Two slots, one held and one the newest of all ranks: the last step is captured when the writer is done."""
     rank = Rank()
