@@ -15,14 +15,15 @@ class DeviceMemory:
     """Whether torch has come to reserve more of the device from generation to generation.
 
     Streams come from a pool in turn, so each generation has others, and memory that was freed on one is not given to
-    another: what torch keeps grows although nothing is in use.
+    another: what torch keeps grows although nothing is in use. It is measured by a generation that began with an empty
+    cache. One that ended before it had its model is that measure once: the cache is emptied after the next.
     """
 
     def __init__(self) -> None:
         self._first_bytes: int | None = None
 
     def has_grown(self) -> bool:
-        """True if more is reserved than after the first generation, by more than a tenth. Call after a teardown."""
+        """True if so much more is reserved that the cache is to be emptied. Call after each teardown."""
         if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
             return False
         return self.is_above(torch.cuda.memory_reserved())
@@ -31,7 +32,10 @@ class DeviceMemory:
         """`has_grown` of so many reserved bytes."""
         if self._first_bytes is None:
             self._first_bytes = reserved_bytes
-        return reserved_bytes > RESERVED_MAX_RATIO * self._first_bytes
+        is_above = reserved_bytes > RESERVED_MAX_RATIO * self._first_bytes
+        if is_above:
+            self._first_bytes = None
+        return is_above
 
 
 def process_fitness(*, empties_cache: bool = False) -> str:

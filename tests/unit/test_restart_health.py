@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nvrx_sre.restart.health import process_fitness
+from nvrx_sre.restart.health import DeviceMemory, process_fitness
 
 STICKY = "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress' in https://...\n"
 
@@ -45,6 +45,22 @@ class Cuda:
 def test_a_process_without_cuda_is_fit() -> None:
     """Nothing to probe."""
     assert process_fitness() == process_fitness(empties_cache=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("reserved", "grown"),
+    [
+        ((100, 109, 110, 111, 100, 109), (False, False, False, True, False, False)),
+        ((0, 100, 100, 100), (False, True, False, False)),
+    ],
+    ids=["slowly", "after a generation that had nothing"],
+)
+def test_memory_that_torch_keeps_is_given_back_once_it_has_grown(
+    reserved: tuple[int, ...], grown: tuple[bool, ...]
+) -> None:
+    """By more than a tenth of a generation that began with an empty cache, and not at each restart from then on."""
+    memory = DeviceMemory()
+    assert tuple(memory.is_above(num_bytes) for num_bytes in reserved) == grown
 
 
 @pytest.mark.parametrize("fails_at", ["synchronize", "probe"])
