@@ -141,7 +141,7 @@ class Context:
                     f"ctx.track({name}=...): a {type(value).__name__} cannot be restored in place, use a dict"
                 )
         control, me = self._control, weakref.ref(self)  # a script's loader may outlive the generation
-        follow_loaders(objects, lambda: control.step, lambda: _let_change(me()))
+        follow_loaders(objects, lambda: control.step, lambda: _let_change(me()), lambda: _begin_step(me()))
         self._tracked.update(objects)
 
     def restore(self) -> int:
@@ -237,12 +237,15 @@ class Context:
         finally:
             self._reports.enter(Phase.STEP)
             self._control.enter(self._loop_phase, tell=False)
+            if phase is Phase.DATA:
+                self._begin_step()
 
     def mark(self, point: str) -> None:
         """A named point inside a step: evidence of progress, and where planned faults fire.
 
         `collective`, before the step's first collective, also tells which rank the others wait for.
         """
+        self._begin_step()
         self._inject(point)
         reports = self._reports
         if point == "collective" and reports is not None and not reports.arrived_ns:
@@ -251,6 +254,7 @@ class Context:
 
     def tick(self) -> None:
         """Progress without a commit, such as a micro-batch: feeds the deadline."""
+        self._begin_step()
         self._control.progress += 1
 
     def save(self) -> None:
@@ -300,6 +304,11 @@ class Context:
             self._saver.let_change()
             self._reports.waited(self._saver.take_waited_ns())
 
+    def _begin_step(self) -> None:
+        """The step after the newest commit has begun, as far as can be seen from here."""
+        if self._saver is not None:
+            self._saver.begin_step()
+
     def _inject(self, point: str) -> None:
         """Fire planned faults of the next step; before the restore, of the step after the newest candidate's."""
         if self._injector is not None:
@@ -310,3 +319,8 @@ class Context:
 def _let_change(context: Context | None) -> None:
     if context is not None:
         context._let_change()
+
+
+def _begin_step(context: Context | None) -> None:
+    if context is not None:
+        context._begin_step()

@@ -34,16 +34,19 @@ _ADVICE = "give it a state_dict() and load_state_dict(), or use torchdata's Stat
 
 
 def follow_loaders(
-    tracked: Mapping[str, object], step: Callable[[], int] = lambda: 0, at_end: Callable[[], None] = lambda: None
+    tracked: Mapping[str, object],
+    step: Callable[[], int] = lambda: 0,
+    at_end: Callable[[], None] = lambda: None,
+    at_batch: Callable[[], None] = lambda: None,
 ) -> None:
     """Give every plain `DataLoader` among `tracked` a position, from its beginning; loaders with a state keep theirs.
 
-    `step`: steps committed so far; `at_end`: called at the end of a pass, before the script goes on. Raises `UserError`
-    for a loader whose position cannot be known.
+    `step`: steps committed so far; `at_end`: called at the end of a pass, `at_batch` with each batch, before the script
+    goes on. Raises `UserError` for a loader whose position cannot be known.
     """
     for name, value in tracked.items():
         if isinstance(value, DataLoader) and (isinstance(value, FollowedLoader) or not hasattr(value, "state_dict")):
-            _followed(name, value).begin(name, step, at_end)
+            _followed(name, value).begin(name, step, at_end, at_batch)
 
 
 def _followed(name: str, loader: DataLoader[Any]) -> FollowedLoader:
@@ -70,13 +73,16 @@ class FollowedLoader(DataLoader[Any]):
     _position: Position
     _inner: DataLoader[Any] | None
     _at_end: Callable[[], None]
+    _at_batch: Callable[[], None]
 
-    def begin(self, name: str, step: Callable[[], int], at_end: Callable[[], None]) -> None:
+    def begin(
+        self, name: str, step: Callable[[], int], at_end: Callable[[], None], at_batch: Callable[[], None]
+    ) -> None:
         """Start from the beginning, with new workers; see `follow_loaders`."""
         self._name = name
         self._position = Position(generator=self.generator, step=step)
         self._inner = None
-        self._at_end = at_end
+        self._at_end, self._at_batch = at_end, at_batch
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own private iterator class
         iteration = self._position.start(self._name, _epoch(self))
@@ -87,7 +93,7 @@ class FollowedLoader(DataLoader[Any]):
         batches = iter(self._inner)
         if kept is not None:
             rng.set_state(kept)
-        return _Batches(self._position, batches, self._name, self._at_end)
+        return _Batches(self._position, batches, self._name, self._at_end, self._at_batch)
 
     def _make_inner(self) -> DataLoader[Any]:
         """The same loader over a sampler that knows the position."""
@@ -146,8 +152,15 @@ class FollowedLoader(DataLoader[Any]):
 class _Batches:
     """Iterator over the batches of one iteration; counts what it hands out."""
 
-    def __init__(self, position: Position, batches: Iterator[Any], name: str, at_end: Callable[[], None]) -> None:
-        self._at_end = at_end
+    def __init__(
+        self,
+        position: Position,
+        batches: Iterator[Any],
+        name: str,
+        at_end: Callable[[], None],
+        at_batch: Callable[[], None],
+    ) -> None:
+        self._at_end, self._at_batch = at_end, at_batch
         self._position = position
         self._iteration = position.iteration
         self._batches = batches
@@ -166,6 +179,7 @@ class _Batches:
             self._at_end()
             raise
         self._position.handed_out()
+        self._at_batch()
         return batch
 
 

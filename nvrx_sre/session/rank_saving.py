@@ -95,6 +95,9 @@ class RankSaver:
         """Optimizers wait for nothing."""
         return 0
 
+    def begin_step(self) -> None:
+        """Nothing is captured between commits."""
+
     def let_change(self) -> None:
         """Nothing is copied beside the training."""
 

@@ -55,7 +55,7 @@ class HotSaver:
         self._newest = restored_step
         """Newest step that a slot holds or is taking."""
         self._left_out: int | None = None
-        """The newest step, if its capture was not due: no rank has it."""
+        """The newest step, if its capture was not due and nothing of the next one has begun: no rank has it."""
         self._save_requested = False
         self._is_owed = False
         """A due save found no free slot, which the launcher was told once: made up for at the next boundary."""
@@ -69,7 +69,7 @@ class HotSaver:
         self._untold: wire.Sealed | None = None
         """End of the newest capture, if the channel had no room for it."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nvrx-capture")
-        self._hooks = [item.register_step_pre_hook(self._let_step) for item in capturer.optimizers]
+        self._hooks = [item.register_step_pre_hook(self._before_step) for item in capturer.optimizers]
         self.num_captured = 0
         self.num_skipped = 0
 
@@ -106,7 +106,11 @@ class HotSaver:
             started_ns = clock.monotonic_ns()
             self._capture(step, durable=False, waits=False)
             self._waited_ns += clock.monotonic_ns() - started_ns
-        self._let_step()
+        self._wait_copied()
+
+    def begin_step(self) -> None:
+        """Something of the next step has begun: what is tracked is not the newest commit's state any more."""
+        self._left_out = None
 
     def take_waited_ns(self) -> int:
         """Time that optimizers and changes by hand have waited for the copy since the last call."""
@@ -236,8 +240,13 @@ class HotSaver:
         )
         self._untold = None if control.channel.send_nowait(told) else told
 
-    def _let_step(self, *_: Any) -> None:
-        """What was left to copy at the boundary may be changed after this; blocks for the copy. Optimizers' hook."""
+    def _before_step(self, *_: Any) -> None:
+        """Hook of every tracked optimizer."""
+        self.begin_step()
+        self._wait_copied()
+
+    def _wait_copied(self) -> None:
+        """What was left to copy at the boundary may be changed after this; blocks for the copy."""
         filling, self._filling = self._filling, None
         copied = self._copied
         if filling is None or filling.let_change() or copied is None:

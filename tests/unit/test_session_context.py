@@ -29,6 +29,8 @@ class Control:
         self.step = self.progress = 0
         self.entered: list[Phase | None] = []
         """Phases, and None where weights were allowed to change."""
+        self.begun: list[int] = []
+        """How many of those there were each time something of the next step had begun."""
         self.ring = StepRing.create()
         self.num_bells = 0
         self.channel = SimpleNamespace(ring=self.ring, ring_bell=self.ring_bell)
@@ -67,6 +69,7 @@ def restored_context(control: Control) -> Context:
         at_boundary=lambda step: captured,
         take_waited_ns=lambda: 0,
         let_change=lambda: control.entered.append(None),
+        begin_step=lambda: control.begun.append(len(control.entered)),
         num_captured=0,
         num_skipped=0,
     )
@@ -168,3 +171,25 @@ def test_weights_may_be_changed_by_hand_in_an_evaluation_and_after_a_loader(cont
     assert control.entered == []
     assert next(batches, None) is None
     assert control.entered == [None]
+
+
+def test_what_begins_a_step_is_told_to_the_saver(control: Control) -> None:
+    """A batch, data, a mark, a micro-batch; not an evaluation. A pass may end inside the data phase: that comes first."""
+    context = restored_context(control)
+    saver, context._saver = context._saver, None
+    loader = DataLoader(TensorDataset(torch.arange(1)))
+    context.track(loader=loader)
+    context._saver = saver
+    batches = iter(loader)
+    with context.phase("evaluate"):
+        pass
+    assert control.begun == []
+    next(batches)
+    context.mark("forward")
+    context.tick()
+    assert len(control.begun) == 3
+    control.begun.clear()
+    control.entered.clear()
+    with context.phase("data"):
+        assert next(batches, None) is None
+    assert control.entered == [Phase.DATA, None, Phase.FIRST_STEP] and control.begun == [3]

@@ -288,6 +288,20 @@ def test_a_step_that_was_not_due_is_captured_before_weights_are_changed_by_hand(
     rank.close()
 
 
+@pytest.mark.parametrize(
+    "begin", [lambda rank: rank.step(), lambda rank: rank.saver.begin_step()], ids=["step", "batch"]
+)
+def test_a_step_is_not_captured_once_the_next_one_has_begun(begin: Callable[[Rank], None]) -> None:
+    """An evaluation behind the optimizer's step, or behind the next batch: that is not the state of the commit."""
+    rank = Rank(hot_every=10)
+    rank.step()
+    rank.saver.at_boundary(1)
+    begin(rank)
+    rank.saver.let_change()
+    assert rank.saver.num_captured == 0 and rank.told == []
+    rank.close()
+
+
 def test_no_change_by_hand_waits_for_a_slot() -> None:
     """Where none is free the step is left to the end, and the evaluation begins."""
     rank = Rank(hot_every=10)
