@@ -174,7 +174,10 @@ def test_weights_may_be_changed_by_hand_in_an_evaluation_and_after_a_loader(cont
 
 
 def test_what_begins_a_step_is_told_to_the_saver(control: Control) -> None:
-    """A batch, data, a mark, a micro-batch; not an evaluation. A pass may end inside the data phase: that comes first."""
+    """A batch, data, a mark, a micro-batch; not an evaluation.
+
+    A pass may end inside the data phase: that comes first.
+    """
     context = restored_context(control)
     saver, context._saver = context._saver, None
     loader = DataLoader(TensorDataset(torch.arange(1)))
