@@ -169,6 +169,10 @@ class MetricsServer:
         self._scraped = threading.Condition()
         self._renderings = SharedAnswers()
         self.num_scrapes = 0
+        self.wait_number = 0
+        """Waits for scrapes begun so far."""
+        self._num_since_wait = 0
+        """Scrapes asked for since the newest of them began, and answered."""
         try:
             self._server = http_server.BoundedServer((host, port or 0), _handler(self), LIMITS, tls)
         except OSError as error:
@@ -196,10 +200,14 @@ class MetricsServer:
         self._thread.start()
 
     def wait_for_scrapes(self, count: int, timeout_s: float) -> bool:
-        """Block until `count` further scrapes were answered; False after `timeout_s`."""
+        """Block until `count` scrapes were answered that were asked for after this call; False after `timeout_s`.
+
+        What was asked for before may show the state before. One caller at a time.
+        """
         with self._scraped:
-            wanted = self.num_scrapes + count
-            return self._scraped.wait_for(lambda: self.num_scrapes >= wanted, timeout_s)
+            self.wait_number += 1
+            self._num_since_wait = 0
+            return self._scraped.wait_for(lambda: self._num_since_wait >= count, timeout_s)
 
     def close(self) -> None:
         """Stop listening. Requests under way end with the process."""
@@ -222,10 +230,12 @@ class MetricsServer:
         kind = exposition.content_type_for(accept)
         return 200, kind, self._renderings.get(kind, lambda: exposition.write(self._registry.collect(), kind))
 
-    def note_scrape(self) -> None:
-        """A scrape was answered completely."""
+    def note_scrape(self, wait_number: int) -> None:
+        """A scrape was answered completely. `wait_number`: as it was when it was asked for."""
         with self._scraped:
             self.num_scrapes += 1
+            if wait_number == self.wait_number:
+                self._num_since_wait += 1
             self._scraped.notify_all()
 
 
@@ -239,10 +249,11 @@ def _handler(server: MetricsServer) -> type[BaseHTTPRequestHandler]:
             if is_scrape and not server.security.allows(self.headers.get("Authorization", "")):
                 self.reply(401, "text/plain; charset=utf-8", b"unauthorized\n", ("WWW-Authenticate", "Basic"))
                 return
+            wait_number = server.wait_number
             status, content_type, body = server.respond(self.path, self.headers.get("Accept", ""))
             self.reply(status, content_type, body)
             if status == 200 and is_scrape:
-                server.note_scrape()
+                server.note_scrape(wait_number)
 
         def refuse_method(self) -> None:
             """Anything but GET."""

@@ -31,8 +31,9 @@ class Storm:
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._scrape) for _ in range(NUM_SCRAPERS)]
         self._lock = threading.Lock()
-        self.num_answers = 0
-        self.newest = ""
+        self.num_answers = self.num_asked = 0
+        self.newest = (0, "")
+        """Number and text of the scrape that was asked for last of those that were answered."""
         host, port = url.removeprefix("http://").removesuffix("/metrics").rsplit(":", 1)
         self._slow = [socket.create_connection((host, int(port))) for _ in range(4)]
         for index, item in enumerate(self._slow):
@@ -50,12 +51,15 @@ class Storm:
 
     def _scrape(self) -> None:
         while not self._over.is_set():
+            with self._lock:
+                self.num_asked += 1
+                number = self.num_asked
             with contextlib.suppress(OSError, urllib.error.HTTPError):
                 with urllib.request.urlopen(self._url, timeout=SCRAPE_TIMEOUT_S) as response:
                     body = response.read().decode()
                 with self._lock:
                     self.num_answers += 1
-                    self.newest = body
+                    self.newest = max(self.newest, (number, body))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
             ended = finish(popen, run_dir)
         finally:
             storm.end()
-    lines = (line.rpartition(" ") for line in storm.newest.splitlines() if not line.startswith("#"))
+    lines = (line.rpartition(" ") for line in storm.newest[1].splitlines() if not line.startswith("#"))
     series = {name: float(value) for name, _, value in lines}
     yield Attacked(ended=ended, unfaulted=unfaulted, num_scrapes=storm.num_answers, series=series)
 

@@ -1,13 +1,17 @@
-"""One answer for many askers: nobody gets an older one, nobody waits for ever, a failure is one asker's own."""
+"""One answer for many askers: nobody gets an older one, nobody waits for ever, a failure is one asker's own; what it is
+to have been scraped."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
 
-from nvrx_sre.telemetry.endpoint import MAX_KEPT, SharedAnswers
+from nvrx_sre.telemetry.endpoint import MAX_KEPT, MetricsServer, SharedAnswers
 
 WAIT_S = 30.0
 
@@ -84,3 +88,53 @@ def test_what_is_kept_is_bounded() -> None:
     for number in range(100):
         assert answers.get(f"form {number}", lambda number=number: str(number).encode()) == str(number).encode()
         assert len(answers._answers) <= MAX_KEPT
+
+
+class Held(Collector):
+    """Renders nothing, when it is let."""
+
+    def __init__(self, make: Maker) -> None:
+        self._make = make
+
+    def describe(self) -> list[Metric]:
+        """Registration must not render."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """No series."""
+        self._make()
+        yield from ()
+
+
+def test_a_scrape_that_was_asked_for_before_the_end_has_not_seen_it() -> None:
+    """However late it is answered: whoever waits to be scraped waits for one that was asked for afterwards."""
+    registry, make = CollectorRegistry(), Maker()
+    registry.register(Held(make))
+    server = MetricsServer(registry, "127.0.0.1", None, lambda: True, lambda: True)
+    server.start()
+
+    def scrape() -> threading.Thread:
+        thread = threading.Thread(target=lambda: urllib.request.urlopen(server.url, timeout=WAIT_S).read())
+        thread.start()
+        assert make.begun.acquire(timeout=WAIT_S)
+        return thread
+
+    seen: list[bool] = []
+    waiter = threading.Thread(target=lambda: seen.append(server.wait_for_scrapes(1, WAIT_S)))
+    try:
+        before = scrape()
+        waiter.start()
+        while server.wait_number == 0:
+            pass
+        make.may_end.release()
+        before.join()
+        while server.num_scrapes == 0:  # counted just after the answer was sent
+            pass
+        assert server._num_since_wait == 0
+        after = scrape()
+        make.may_end.release()
+        after.join()
+        waiter.join()
+        assert seen == [True]
+    finally:
+        server.close()
