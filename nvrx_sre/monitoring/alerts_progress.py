@@ -29,6 +29,7 @@ STARTUP_PHASES = ("init", "rendezvous", "rebuild", "load", "first_step")
 RECOVERY_PHASES = ("teardown", *STARTUP_PHASES)
 STEADY_PHASES = ("step", "data", "evaluate", "save", "finalize")
 """Phases between two steps, in which only a fault or the watchdog ends a wait."""
+WITHIN_STEP = ("step", "data")
 PAST_RENDEZVOUS = (RunState.RESTORING, RunState.TRAINING)
 
 
@@ -172,7 +173,7 @@ def _crash_looping(read: Readings) -> AlertRule:
 
 def _recovery_overdue(read: Readings) -> AlertRule:
     limit = f"{number(read.values.recovery_overdue_ratio)} * {read.deadlines(*RECOVERY_PHASES)}"
-    stepping = f"{read.age(read.of(catalog.LAST_STEP))} <= {read.on} {_step_deadline(read)}"
+    stepping = f"{read.age(read.of(catalog.LAST_STEP))} <= {read.on} {_step_limit(read)}"
     return AlertRule(
         name="NvrxRecoveryOverdue",
         verdict="recovering for too long",
@@ -187,8 +188,8 @@ def _recovery_overdue(read: Readings) -> AlertRule:
         cured=f"({read.of(catalog.INCIDENT_OPENED)} == 0 or {read.on} {stepping})\n{read.expected}",
         resolved=_either(_is_open(read), "steps are executed again, the incident is still open", _recovered(read)),
         description=(
-            f"Root: {_root_rank(read)}. The incident is still open, and no step was committed within the step "
-            "deadline. `nvrx-sre runbook NvrxRecoveryOverdue` says what to do."
+            f"Root: {_root_rank(read)}. The incident is still open, and no step was committed for as long as a "
+            "step or its data may take. `nvrx-sre runbook NvrxRecoveryOverdue` says what to do."
         ),
     )
 
@@ -198,7 +199,7 @@ def _run_stalled(read: Readings) -> AlertRule:
     entered = read.of(catalog.PHASE_ENTERED, phase=STEADY_PHASES)
     phase, on_phase = read.of(catalog.PHASE_DEADLINE, phase=STEADY_PHASES), read.on_keys("phase")
     current = f"{entered} == {read.on} group_left () max {read.by} ({read.of(catalog.PHASE_ENTERED)})"
-    stepping = f"{read.age(read.of(catalog.LAST_STEP))} <= {read.on} {ratio} * {_step_deadline(read)}"
+    stepping = f"{read.age(read.of(catalog.LAST_STEP))} <= {read.on} {ratio} * {_step_limit(read)}"
     return AlertRule(
         name="NvrxRunStalled",
         verdict="stalled: no step and no fault",
@@ -206,8 +207,9 @@ def _run_stalled(read: Readings) -> AlertRule:
         expr=f"{read.ages(current)}\n> {on_phase}\n{ratio} * {phase}\n"
         f"unless {read.on}\n({stepping})\nunless {read.on}\n({_drains(read)})\n{read.expected}",
         keep_firing_s=read.values.hold_s,
-        meaning="No step for a multiple of the deadline of the phase that the run is in, and no fault was detected: "
-        "the watchdog itself has failed.",
+        meaning="No step for a multiple of the deadline of the phase that the run is in (of the longer of `step` and "
+        "`data`, or of the time of a step where that is longer), and no fault was detected: the watchdog itself has "
+        "failed.",
         clears="With the next step, or when the run leaves the phase, after `hold_s`.",
         summary=f"Run {{{{ $labels.run }}}} is stalled in {{{{ $labels.phase }}}}{FOR_LONG}.",
         cured=f"({stepping} or {read.on} {read.of(catalog.INCIDENT_OPENED)} > 0)\n{read.expected}",
@@ -227,8 +229,14 @@ def _drains(read: Readings) -> str:
     return f"{saving} and {read.on} {read.age(read.of(catalog.LAST_STEP))} <= {read.on} {limit}"
 
 
-def _step_deadline(read: Readings) -> str:
-    return read.top(catalog.PHASE_DEADLINE, phase="step")
+def _step_limit(read: Readings) -> str:
+    """How long a run that works may be without a step.
+
+    A wait for data is part of the phase `step` in what a run exports, and has its own deadline. A step that tells of
+    its progress (`ctx.tick`) may take longer than either: then as long as the newest ones did.
+    """
+    deadlines = read.of(catalog.PHASE_DEADLINE, phase=WITHIN_STEP)
+    return f"max {read.by} ({deadlines} or {read.of(catalog.STEP_SECONDS)})"
 
 
 def _rendezvous_stuck(read: Readings) -> AlertRule:

@@ -1,8 +1,9 @@
 """Series of the phase the job is in and of who takes part in its formation: one part of `telemetry.series`.
 
-Model: the job is in the phase of the rank that is furthest behind; within the step loop, in the one entered last.
-A fault puts it into `teardown` until every rank has left, then it is in `rendezvous`. Invariants: those of
-`telemetry.series_part`; entry times rise strictly. Not thread-safe.
+Model: the job is in the phase of the rank that is furthest behind; within the step loop, in the one entered last, and
+in `step` only when no rank is in another phase of the loop: the watchdog does not judge ranks that wait for one whose
+first step, evaluation or save may last. A fault puts it into `teardown` until every rank has left, then it is in
+`rendezvous`. Invariants: those of `telemetry.series_part`; entry times rise strictly. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -18,8 +19,16 @@ from nvrx_sre.telemetry.values import Values
 STATE_TICK_S = 1e-6
 """Least distance of two entry times, so that the largest is unique (a float64 epoch resolves 0.24 us)."""
 _LOOP = 4
-_POSITION = {Phase.TEARDOWN: -1, Phase.INIT: 0, Phase.RENDEZVOUS: 1, Phase.REBUILD: 2, Phase.LOAD: 3, Phase.FINALIZE: 5}
-"""Order of the phases of a generation; the others are the step loop."""
+_POSITION = {
+    Phase.TEARDOWN: -1,
+    Phase.INIT: 0,
+    Phase.RENDEZVOUS: 1,
+    Phase.REBUILD: 2,
+    Phase.LOAD: 3,
+    Phase.STEP: 5,
+    Phase.FINALIZE: 6,
+}
+"""Order of the phases of a generation; the others are those of the step loop with a deadline of their own."""
 
 
 def _position(phase: Phase) -> int:

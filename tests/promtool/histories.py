@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nvrx_sre.events.schema import FaultClass, Phase, RestoredFrom
 from nvrx_sre.monitoring.values import Values
 from nvrx_sre.telemetry import catalog
-from tests.promtool.fleet import DEADLINES, END, Run, jump
+from tests.promtool.fleet import DEADLINES, END, Level, Run, jump
+from tests.promtool.folded import phases_of
+from tests.stories import Story
 
 BEGIN = [(60, "start"), (120, "train")]
 LOOP = [*BEGIN, (600, "fault"), (602, "redo"), (660, "fault"), (662, "redo"), (720.5, "fault")]
@@ -21,6 +24,8 @@ RENDEZVOUS, STARTUP, BREACHED = "NvrxRendezvousStuck", "NvrxStartupOverdue", "Nv
 MISSING, STUCK, STALE, LOW = "NvrxTargetMissing", "NvrxLauncherStuck", "NvrxCheckpointStale", "NvrxRetryBudgetLow"
 RECOVERY_S = sum(DEADLINES[phase] for phase in ("teardown", "init", "rendezvous", "rebuild", "load", "first_step"))
 STARTUP_S = RECOVERY_S - DEADLINES["teardown"]
+STEP_S = max(DEADLINES["step"], DEADLINES["data"])
+"""A wait for data is exported as part of the step."""
 UNHEALTHY_S = 5
 
 
@@ -245,18 +250,43 @@ def recoveries(v: Values) -> list[Run]:
         Run(
             "overdue-at-a-step-deadline-away",
             [*fault, (605, "redo"), (1800, "fault")],
-            {OVERDUE: [(1860, END)]},
+            {OVERDUE: [(1800 + STEP_S, END)]},
             caps=(),
         ),
         Run("overdue-preempted", [*fault, (1900, "draining")], {OVERDUE: [(600 + limit, 1900 + hold)]}),
+        Run("not-overdue-redoing-slow-steps", [*fault, (605, "redo"), (2300, "progress")], levels=TEN_MINUTES),
         Run("overdue-finished-anyway", [*fault, (1900, "finished")], {OVERDUE: [(600 + limit, 1900 + hold)]}),
     ]
+
+
+TEN_MINUTES: dict[tuple[str, ...], Level] = {
+    (catalog.STEP_SECONDS.name,): 600,
+    (catalog.STEP_REFERENCE.name,): 600,
+    (catalog.LAST_STEP.name,): lambda now: max(120, now // 600 * 600 + 5),
+}
+"""A step each ten minutes, which feeds its deadline within."""
+
+
+LATE = [*BEGIN, (600, "fault"), (905, "progress")]
+
+
+def _phases_with_a_late_rank() -> dict[tuple[str, ...], Level]:
+    """Restored at 606, rank 0 commits at 640 and waits for rank 1, whose first step may take five minutes."""
+    story = Story(live=False)
+    story.start(60)
+    story.steps(story.form(100, 0, RestoredFrom.FRESH), 120, 1, 100)
+    story.fault(600, 600, FaultClass.KILLED, 1)
+    story.torn_down(605)
+    began_s = story.form(606, 100, RestoredFrom.HOT)
+    story.phase(640, Phase.STEP, ranks=(0,))
+    story.steps(began_s, 905, 101, 101)
+    return phases_of(story.records)
 
 
 def stalls(v: Values) -> list[Run]:
     """No step and no fault; not in a phase that may last, nor with steps that flow."""
     ratio = v.stalled_ratio
-    step, evaluate = ratio * DEADLINES["step"], ratio * DEADLINES["evaluate"]
+    step, evaluate = ratio * STEP_S, ratio * DEADLINES["evaluate"]
     entered = catalog.PHASE_ENTERED.name
     stop = [*BEGIN, (600, "stop")]
     saving = (catalog.SAVE_STARTED.name,)
@@ -299,6 +329,13 @@ def stalls(v: Values) -> list[Run]:
             [*BEGIN, (600, "stop"), (600 + evaluate - 30, "train")],
             levels={(entered, "evaluate"): jump(601, 0, 601)},
         ),
+        Run("recovers-while-one-rank-executes-its-first-step", LATE, levels=_phases_with_a_late_rank()),
+        Run(
+            "recovers-with-a-slow-step-and-short-deadlines",
+            [*BEGIN, (600, "fault"), (605, "redo"), (606, "stop"), (780, "progress")],
+            levels={(catalog.PHASE_DEADLINE.name, "step"): 4},
+        ),
+        Run("steps-of-ten-minutes-that-tell-of-their-progress", BEGIN, levels=TEN_MINUTES),
         Run("stalled-and-finished", [*stop, (1500, "finished")], {STALLED: [(600 + step, 1500 + v.hold_s)]}),
     ]
 

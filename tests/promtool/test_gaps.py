@@ -5,8 +5,8 @@ ends it, nor raises one.
 from __future__ import annotations
 
 from nvrx_sre.telemetry import catalog
-from tests.promtool.fleet import DEADLINES, END, Run
-from tests.promtool.histories import BEGIN, CRASH, HALT, LOOP, LOW, MISSING, STALLED
+from tests.promtool.fleet import END, Run
+from tests.promtool.histories import BEGIN, CRASH, HALT, LOOP, LOW, MISSING, STALLED, STEP_S
 from tests.promtool.test_alert_rules import QUICK, check
 
 UNTIL_S = 1_500
@@ -73,7 +73,7 @@ def test_an_exporter_with_another_clock_lends_a_run_none() -> None:
 def test_of_a_run_that_only_an_exporter_shows_a_dead_launcher_is_a_stall() -> None:
     """No heartbeat, so that it can be neither stuck nor missing; that its steps stopped is seen all the same."""
     no_loop = {(catalog.LAUNCHER_LOOP.name,): lambda now: None}
-    stalled = {STALLED: [(600 + QUICK.stalled_ratio * DEADLINES["step"], END)]}
+    stalled = {STALLED: [(600 + QUICK.stalled_ratio * STEP_S, END)]}
     passes(
         Run("trains", BEGIN, levels=no_loop),
         Run("died", [*BEGIN, (600, "stop")], fires=stalled, levels=no_loop),

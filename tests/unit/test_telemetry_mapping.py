@@ -284,6 +284,11 @@ def test_the_job_is_in_the_phase_of_the_rank_that_is_behind() -> None:
     assert fold.values.get(catalog.RENDEZVOUS_NODES, "missing") == 1
     assert enter(4.1, 0, schema.Phase.TEARDOWN) == "teardown"
     assert play(4.2, schema.TeardownFinished(kept=[0], killed=[1])) == "rendezvous"
+    for name in (schema.Phase.RENDEZVOUS, schema.Phase.REBUILD, schema.Phase.LOAD, schema.Phase.FIRST_STEP):
+        assert [enter(5.0 + rank / 10, rank, name) for rank in (0, 1)][-1] == name
+    assert enter(6.0, 0, schema.Phase.STEP) == "first_step", "rank 1 may take longer, and rank 0 waits for it"
+    assert enter(9.0, 1, schema.Phase.STEP) == "step"
+    assert fold.values.get(catalog.PHASE_ENTERED, schema.Phase.STEP) == pytest.approx(ns(9.0) / 1e9)
 
 
 def test_a_fresh_start_with_progress_lost_is_told_apart() -> None:
