@@ -165,7 +165,10 @@ class Acked(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(Message):
-    """The rank holds the agreed state of `step`. `source` is a `schema.RestoredFrom`."""
+    """The rank holds the agreed state of `step`. `source` is a `schema.RestoredFrom`.
+
+    From a hot slot: `slot`, and the generation that sealed it.
+    """
 
     generation: int
     step: int
@@ -177,6 +180,8 @@ class Restored(Message):
 @dataclass(frozen=True, kw_only=True)
 class Rejected(Message):
     """The ranks agreed that a candidate is unusable. Sent by every rank; the first one counts."""
+    slot: int = -1
+    slot_generation: int = 0
 
     generation: int
     step: int

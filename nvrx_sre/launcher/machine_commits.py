@@ -116,8 +116,8 @@ class Commits:
         self.num_committed = 0
         self._last_committed_ns = 0
 
-    def restored(self, step: int, mono_ns: int) -> None:
-        """Every rank holds the state of `step`: what was sealed above it is void.
+    def restored(self, step: int, mono_ns: int, held: Sealed | None = None) -> None:
+        """Every rank holds the state of `step`: what was sealed above it is void. `held`: in these slots as well.
 
         A rank seals beside its report, which dies with it or comes after the fault; a launcher dies with what it had
         not recorded. What is restored was executed, so it is committed here unless it was before.
@@ -131,6 +131,10 @@ class Commits:
         self._num_at = dict(Counter(rank.step for rank in self._ranks))
         if self.sealed is not None and self.sealed.step != step:
             self.forget_sealed()
+        if held is not None and self.sealed is None:
+            # Not heard before: the last report or seal died with its generation. It may be all that is to be saved.
+            self._seals.sealed = held
+            self._job.publish_sealed(step)
 
     def forget_sealed(self) -> None:
         """No sealed step is known any more."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nvrx_sre.events.messages import Entered, Finished, Rejected, Restored, Sealed, Step
+from nvrx_sre.events.messages import Entered, Finished, Rejected, Restored, Step
+from nvrx_sre.events.messages import Sealed as SealedReport
 from nvrx_sre.events.schema import (
     CheckpointRejected,
     GenerationFormed,
@@ -28,7 +29,7 @@ from nvrx_sre.launcher.machine_job import Job
 from nvrx_sre.launcher.machine_progress import Progress
 from nvrx_sre.launcher.machine_roster import Child, ChildState, Roster
 from nvrx_sre.launcher.machine_saves import Saves
-from nvrx_sre.launcher.machine_seals import Committed
+from nvrx_sre.launcher.machine_seals import Committed, Sealed
 
 _BEFORE_FORMED = frozenset({Phase.INIT, Phase.RENDEZVOUS})
 
@@ -90,7 +91,7 @@ class Generation:
         self._progress.on_step(child, message, now_ns)
         self._take(self._commits.report(child.rank, message), now_ns)
 
-    def on_sealed(self, child: Child, message: Sealed, now_ns: int) -> None:
+    def on_sealed(self, child: Child, message: SealedReport, now_ns: int) -> None:
         """A rank's capture is over."""
         if child.rank is not None:
             self._take(self._commits.seal(child.rank, message), now_ns)
@@ -169,11 +170,20 @@ class Generation:
             )
         )
 
+    def _held(self, step: int, mono_ns: int) -> Sealed | None:
+        """The slots that hold the restored state on every rank, None if it came from elsewhere."""
+        told = [self._restored[rank] for rank in sorted(self._restored)]
+        generations = {item.slot_generation for item in told}
+        if len(generations) > 1 or any(item.slot < 0 for item in told):
+            return None
+        slots = tuple(item.slot for item in told)
+        return Sealed(step=step, generation=generations.pop(), slots=slots, captured_mono_ns=mono_ns)
+
     def _all_restored(self, step: int, source: RestoredFrom) -> None:
         job = self._job
         self._is_restored = True
         slowest = max(self._restored.values(), key=lambda item: item.mono_ns)
-        self._commits.restored(step, slowest.mono_ns)
+        self._commits.restored(step, slowest.mono_ns, self._held(step, slowest.mono_ns))
         high_water = self._commits.high_water
         if step < high_water or (high_water > 0 and source is not RestoredFrom.HOT):
             job.emit(RolledBack(step=step, high_water=high_water, source=source))

@@ -155,22 +155,25 @@ class Context:
         control.enter(Phase.LOAD)
         self._inject("restore")
         started_ns = control.clock.monotonic_ns()
-        step, source, self._saver = restore(self._process, self._go, self.rank, self.device, self._tracked, self._spare)
+        taken = restore(self._process, self._go, self.rank, self.device, self._tracked, self._spare)
+        self._saver = taken.saver
         now_ns = control.clock.monotonic_ns()
-        control.step = step
+        control.step = taken.step
         control.send(
             wire.Restored(
                 generation=self.generation,
-                step=step,
-                source=source,
+                step=taken.step,
+                source=taken.source,
                 seconds=(now_ns - started_ns) / 1e9,
                 mono_ns=now_ns,
+                slot=taken.slot,
+                slot_generation=taken.slot_generation,
             )
         )
         control.enter(Phase.FIRST_STEP)
         assert control.channel.ring is not None  # it came before 'go'
         self._reports = StepReports(control.channel.ring, control.clock, self.generation, self._saver)
-        return step
+        return taken.step
 
     def commit(self, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
         """The step is done on this rank: begin to capture the state if that is due, and report the step.

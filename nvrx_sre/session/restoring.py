@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +69,17 @@ class Candidate(Protocol):
         """Copy the state into the tracked objects."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """The state that all ranks now hold, and what saves from here on. From a hot slot: which, and who sealed it."""
+
+    step: int
+    source: RestoredFrom
+    saver: HotSaver | RankSaver
+    slot: int = -1
+    slot_generation: int = 0
+
+
 def restore(
     process: RankProcess,
     go: wire.Go,
@@ -76,8 +87,8 @@ def restore(
     device: torch.device,
     tracked: Mapping[str, Any],
     spare: Spare,
-) -> tuple[int, RestoredFrom, HotSaver | RankSaver]:
-    """(step, source, what saves from here on) of the state that all ranks now hold. Collective. Uses `spare` up.
+) -> Taken:
+    """Load the state that all ranks agree on. Collective. Uses `spare` up.
 
     Raises `UserError` for state that cannot be saved, else as `Restorer.restore`.
     """
@@ -85,9 +96,12 @@ def restore(
         process.ring = Ring(device)
     found = supported.check(tracked)
     if not rank_saving.needed_by_any(found, device):
-        step, source = Restorer(process, go, rank, device, spare).restore(tracked)
+        restorer = Restorer(process, go, rank, device, spare)
+        step, source = restorer.restore(tracked)
         spare.release()
-        return step, source, HotSaver(process, Capturer(tracked, ring=process.ring), go.generation, step)
+        saver = HotSaver(process, Capturer(tracked, ring=process.ring), go.generation, step)
+        slot, generation = restorer.held if restorer.held is not None else (-1, 0)
+        return Taken(step=step, source=source, saver=saver, slot=slot, slot_generation=generation)
     if rank == 0:
         _tell_no_hot_tier(process, go, rank_saving.explain(found))
     stand_ins = StandIns(tracked)
@@ -96,7 +110,7 @@ def restore(
     spare.release()
     if source is not RestoredFrom.FRESH:
         stand_ins.push()
-    return step, source, RankSaver(process, tracked, go, rank, step)
+    return Taken(step=step, source=source, saver=RankSaver(process, tracked, go, rank, step))
 
 
 def fetch_ahead(process: RankProcess, go: wire.Go, device: torch.device) -> None:
@@ -142,6 +156,8 @@ class Restorer:
         self._is_touched = False
         """Some rank's tracked objects hold what was not agreed on."""
         self._has_replicas = False
+        self.held: tuple[int, int] | None = None
+        """(slot, generation that sealed it) of the state that was loaded, None if no slot holds it."""
         self._lap = Laps(process.control.clock)
 
     def restore(self, tracked: Mapping[str, Any]) -> tuple[int, RestoredFrom]:
@@ -161,6 +177,8 @@ class Restorer:
                 self._lap("agree")
                 if problem is None:
                     candidate.load()
+                    if entry["tier"] == Tier.HOT:
+                        self.held = int(entry["slot"]), int(entry["generation"])
                     return int(entry["step"]), RestoredFrom(str(entry["tier"]))
             self._reject(entry, problem)
         if self._go.require_restore:

@@ -96,14 +96,20 @@ class DrivenMachine:
         entered = wire.Entered(generation=self.machine.generation, phase=phase.value, step=step, mono_ns=self.now_ns)
         self.say(self.child_of(rank), entered)
 
-    def restore(self, step: int = 0, source: str = "fresh") -> None:
-        """Every rank goes from 'go' to its step loop with the state of `step`."""
+    def restore(self, step: int = 0, source: str = "fresh", slot: int = -1) -> None:
+        """Every rank goes from 'go' to its step loop with the state of `step`; `slot`: where generation 1 sealed it."""
         for phase in (Phase.RENDEZVOUS, Phase.REBUILD, Phase.LOAD):
             for rank in range(self.num_ranks):
                 self.enter(rank, phase, step)
         for rank in range(self.num_ranks):
             restored = wire.Restored(
-                generation=self.machine.generation, step=step, source=source, seconds=0.1, mono_ns=self.now_ns
+                generation=self.machine.generation,
+                step=step,
+                source=source,
+                seconds=0.1,
+                mono_ns=self.now_ns,
+                slot=slot,
+                slot_generation=int(slot >= 0),
             )
             self.say(self.child_of(rank), restored)
         for rank in range(self.num_ranks):

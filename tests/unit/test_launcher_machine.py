@@ -219,6 +219,26 @@ def test_a_restored_step_that_no_rank_could_report_is_committed_before_it() -> N
     assert driven.machine.high_water == 4
 
 
+@pytest.mark.parametrize("ends", ["finished", "preempted"])
+def test_a_restored_step_that_no_rank_could_report_is_saved_at_the_end(ends: str) -> None:
+    """Nothing is trained above it: the slots it was restored from are all there is, and the launcher knows them."""
+    driven = begun()
+    for step in range(1, 4):
+        driven.step(step)
+    driven.step(4, ranks=[0])
+    driven.raise_in(0, 5)
+    driven.leave_generation(0, 1)
+    driven.restore(4, "hot", slot=1)
+    driven.forget()
+    if ends == "preempted":
+        driven.feed(c.SignalReceived(signal=15, by_person=False))
+    else:
+        for rank in range(2):
+            driven.say(driven.child_of(rank), wire.Finished(generation=2, step=4, result={}, mono_ns=driven.now_ns))
+    (save,) = driven.all(c.StartSave)
+    assert (save.step, save.generation, save.slots) == (4, 1, (1, 1))
+
+
 def test_steps_that_a_killed_launcher_had_not_recorded_are_committed_before_the_rollback_record() -> None:
     """Its journal ends at 17, its newest durable step is 20: 18 to 20 are counted once, and nothing was lost."""
     start = MachineStart(generation=4, high_water=17, wall_offset_ns=EPOCH_NS, commits_on_record=True)
