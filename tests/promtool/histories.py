@@ -300,7 +300,7 @@ def stalls(v: Values) -> list[Run]:
             [*stop, (1500, "fault"), (1510, "progress")],
             {STALLED: [(600 + step, 1500 + v.hold_s)]},
         ),
-        Run("last-save-of-a-run", [*stop, (890, "finished")], levels={saving: jump(600, 0, 600)}),
+        Run("last-save-of-a-run", [*BEGIN, (570, "stop"), (865, "finished")], levels={saving: jump(570, 0, 570)}),
         Run("stalled-while-saving", stop, {STALLED: [(900, END)]}, levels={saving: jump(600, 0, 600)}),
         Run(
             "stalled-but-gone",
@@ -323,6 +323,12 @@ def stalls(v: Values) -> list[Run]:
             stop,
             {STALLED: [(601 + ratio * DEADLINES["data"], END)]},
             levels={(entered, "data"): jump(601, 0, 601)},
+        ),
+        Run(
+            "stalled-in-a-save",
+            stop,
+            {STALLED: [(601 + ratio * DEADLINES["save"], END)]},
+            levels={(entered, "save"): jump(601, 0, 601)},
         ),
         Run(
             "evaluating",
