@@ -97,9 +97,8 @@ class _Work:
         self._train()
         control = self._control
         self._reporter.pass_boundary(control.step + 1)
-        control.step += 1
-        control.progress += 1
         control.enter(Phase.STEP, tell=False)
+        control.step += 1
         started_ns = self._clock.monotonic_ns()
         if is_told:
             self._reporter.report(control.step)

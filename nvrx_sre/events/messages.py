@@ -60,19 +60,22 @@ class Ready(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Entered(Message):
-    """The rank entered `phase` (a `schema.Phase`). `step` is the number of committed steps."""
+    """The rank entered `phase` (a `schema.Phase`), `age_ns` before this was sent. `step`: of committed steps."""
 
     generation: int
     phase: str
     step: int
     mono_ns: int
+    age_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alive(Message):
     """Liveness: the interpreter turns. `progress` counts points passed in this generation.
 
-    `num_dropped` is how many messages of this process found no room so far.
+    `num_dropped` is how many messages of this process found no room so far. `age_ns`: how long before this was sent
+    the newest point was passed (an age, since a receiver on another host has another clock). `probe`: number of the
+    `Probe` that this answers, 0 for none.
     """
 
     generation: int
@@ -80,6 +83,8 @@ class Alive(Message):
     progress: int
     mono_ns: int
     num_dropped: int = 0
+    age_ns: int = 0
+    probe: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +180,13 @@ class Restored(Message):
     source: str
     seconds: float
     mono_ns: int
+    slot: int = -1
+    slot_generation: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected(Message):
     """The ranks agreed that a candidate is unusable. Sent by every rank; the first one counts."""
-    slot: int = -1
-    slot_generation: int = 0
 
     generation: int
     step: int
@@ -324,6 +329,13 @@ class Interrupt(Message):
 
     generation: int
     is_traced: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe(Message):
+    """Say at once how far you are, with an `Alive` that names this `number`: somebody has run out of time."""
+
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,6 +176,14 @@ class SendInterrupt(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SendProbe(Command):
+    """Have the child say at once how far it is, naming this `number`."""
+
+    child: int
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestStacks(Command):
     """Have the child write down the stacks of all its threads; a `Kill` that follows waits for them, bounded."""
 

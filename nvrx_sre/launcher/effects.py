@@ -70,6 +70,7 @@ class Effects:
             c.AssignRank: self._assign,
             c.OpenGeneration: self._open_generation,
             c.SendInterrupt: self._interrupt,
+            c.SendProbe: lambda command: self._tell(command.child, wire.Probe(number=command.number)),
             c.RequestStacks: self._to_childs_node,
             c.Kill: self._to_childs_node,
             c.SetHotInterval: self._to_all_nodes,

@@ -289,7 +289,7 @@ class _Membership:
             slots = self.node.slots.get(rank)
             self._send(link_codec.Headers(rank=rank, headers=() if slots is None else tuple(slots.headers())))
         packet = link_codec.Packet(child=item.child, packet=packets.encode(item.message))
-        if isinstance(item.message, wire.Alive):
+        if isinstance(item.message, wire.Alive) and not item.message.probe:
             self._queue(packet)
             self._pace.sign_of_life(self._clock.monotonic_ns())
         else:

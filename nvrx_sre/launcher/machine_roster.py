@@ -60,6 +60,8 @@ class Child:
     step: int = 0
     progress: int = 0
     progressed_ns: int = 0
+    earliest_ns: int = 0
+    """Nothing that it says of its progress counts as older: its phase began then, or its launcher went on."""
     heard_ns: int = 0
     limit_s: float = 0.0
     armed_ns: int = 0

@@ -1,10 +1,11 @@
 """The rank's side of the restart machinery: a monitor thread, and interrupts for the main thread.
 
-Model: the monitor thread owns receiving. It answers liveness, hands assignments and 'go' to the main
-thread, and when the launcher says `Interrupt(generation)` it aborts the groups and signals the main thread
-until the main thread has left the generation. The signal's Python handler runs in the main thread, checks
-the armed generation and the atomic depth, and raises `Interrupted`; so an interrupt is never delivered
-into another generation, never inside `atomic`, and wakes sleeps and locks (no SA_RESTART).
+Model: the monitor thread owns receiving. It tells how far the rank is, regularly and when asked, hands
+assignments and 'go' to the main thread, and when the launcher says `Interrupt(generation)` it aborts the
+groups and signals the main thread until that has left the generation. The signal's Python handler runs
+in the main thread, checks the armed generation and the atomic depth, and raises `Interrupted`; so an
+interrupt is never delivered into another generation, never inside `atomic`, and wakes sleeps and locks (no
+SA_RESTART).
 
 Invariants: `armed` is written by the main thread alone; an interrupt of generation g is pending from its
 arrival until `armed` is no longer g. The handler raises at most once per `REDELIVERY_S`, so that the
@@ -79,6 +80,8 @@ class RankControl:
         self._turn = (0, 0)
         self._phase: tuple[str, int] = (Phase.INIT, clock.monotonic_ns())
         self._phase_told: str = ""
+        self._point_ns = 0
+        """When a point inside a phase was passed last."""
         self._generation = 0
         self._stopped = False
         self._thread = threading.Thread(target=self._monitor, name="nvrx-monitor", daemon=True)
@@ -199,6 +202,12 @@ class RankControl:
             self._phase_told = phase
             self.send(wire.Entered(generation=self._generation, phase=phase, step=self.step, mono_ns=now_ns))
 
+    def pass_point(self) -> int:
+        """The main thread makes progress inside its phase; the time, monotonic ns."""
+        self._point_ns = now_ns = self.clock.monotonic_ns()
+        self.progress += 1
+        return now_ns
+
     @property
     def phase(self) -> str:
         return self._phase[0]
@@ -232,7 +241,7 @@ class RankControl:
             delivering = self._deliver()
             now_ns = self.clock.monotonic_ns()
             if now_ns >= next_alive_ns:
-                self._tell_alive(now_ns)
+                self._tell_alive()
                 next_alive_ns = now_ns + to_ns(ALIVE_INTERVAL_S)
             wait_ms = REDELIVERY_S * 1000 if delivering else max(1.0, (next_alive_ns - now_ns) / 1e6)
             if poller.poll(wait_ms):
@@ -248,20 +257,32 @@ class RankControl:
             self.groups.abort()
         return True
 
-    def _tell_alive(self, now_ns: int) -> None:
+    def _tell_alive(self, probe: int = 0) -> None:
+        # Progress is stamped before it is counted, and read the other way round: what is counted is no older.
+        step, progress = self.step, self.progress
         phase, entered_ns = self._phase
+        newest_ns = max(entered_ns, self._point_ns)
+        now_ns = self.clock.monotonic_ns()
         if self.armed is not None and phase != self._phase_told:
             self._phase_told = phase
             self.channel.send_nowait(
-                wire.Entered(generation=self._generation, phase=phase, step=self.step, mono_ns=entered_ns)
+                wire.Entered(
+                    generation=self._generation,
+                    phase=phase,
+                    step=step,
+                    mono_ns=entered_ns,
+                    age_ns=now_ns - entered_ns,
+                )
             )
         self.channel.send_nowait(
             wire.Alive(
                 generation=self._generation,
-                step=self.step,
-                progress=self.progress,
+                step=step,
+                progress=progress,
                 mono_ns=now_ns,
                 num_dropped=self.channel.num_dropped,
+                age_ns=now_ns - newest_ns,
+                probe=probe,
             )
         )
 
@@ -286,6 +307,9 @@ class RankControl:
                 self.on_dropped()
         elif isinstance(message, wire.HotInterval):
             self._tell_interval(message)
+        elif isinstance(message, wire.Probe):
+            self._tell_alive(message.number)
+            self.channel.ring_bell()  # a launcher that takes in steps would find it with its next look
         elif isinstance(message, wire.Doorbell):
             self.channel.take_over(descriptors)
         else:

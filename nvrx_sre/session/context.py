@@ -200,10 +200,9 @@ class Context:
         captured = saver.at_boundary(step)
         reports.save_ns += saver.take_waited_ns()
         reports.tokens += int(tokens)
-        control.step = step
-        control.progress += 1
         self._loop_phase = Phase.STEP
         control.enter(Phase.STEP, tell=False)
+        control.step = step
         waits = captured.durable and self._process.settings.waits_for_writer
         until = control.wait_turn if waits else captured.save
         if reports.tell(step, boundary_ns, value, captured) or until is not None:
@@ -250,15 +249,15 @@ class Context:
         """
         self._begin_step()
         self._inject(point)
+        now_ns = self._control.pass_point()
         reports = self._reports
         if point == "collective" and reports is not None and not reports.arrived_ns:
-            reports.arrived_ns = reports.now_ns()
-        self._control.progress += 1
+            reports.arrived_ns = now_ns
 
     def tick(self) -> None:
         """Progress without a commit, such as a micro-batch: feeds the deadline."""
         self._begin_step()
-        self._control.progress += 1
+        self._control.pass_point()
 
     def save(self) -> None:
         """The next commit is also saved durably."""
@@ -284,9 +283,16 @@ class Context:
         return dict(self._results)
 
     def run(self, function: Callable[[Context], Any]) -> None:
-        """Call the training function with this context; the runtime's entry, not for user code."""
+        """Call the training function with this context; the runtime's entry, not for user code.
+
+        A script that leaves with `sys.exit(0)` is through as well.
+        """
         self._inject("init")
-        function(self)
+        try:
+            function(self)
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0):
+                raise
         if self._saver is not None:
             self._saver.finish(self._control.step)
         self._inject("exit")

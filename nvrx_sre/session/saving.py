@@ -143,7 +143,7 @@ class HotSaver:
     def _is_slot_free(self, slots: SlotFile, step: int) -> bool:
         """True if `step` may be captured. Waiting for the writer is no hang of this rank: it has its own deadline."""
         if slots.held_slot >= 0:
-            self._process.control.progress += 1
+            self._process.control.pass_point()
         return self._free_slot(slots, step) is not None
 
     def close(self) -> None:

@@ -89,6 +89,7 @@ class SimLauncher:
             c.AssignRank: self._on_assign,
             c.OpenGeneration: self._on_open,
             c.SendInterrupt: self._on_interrupt,
+            c.SendProbe: self._on_probe,
             c.RequestStacks: lambda command: None,
             c.Kill: self._on_kill,
             c.SetHotInterval: self._on_interval,
@@ -196,7 +197,7 @@ class SimLauncher:
         """Bring a message to the machine, in order."""
         self.traffic.said(child, message)
         delay_ns = to_ns(self.world.rng.uniform(0.0, _DELIVERY_S))
-        is_news = not isinstance(message, wire.Alive)
+        is_news = not isinstance(message, wire.Alive) or bool(message.probe)
         self._arrive(child, lambda: self._take(child, message), delay_ns, is_news=is_news)
 
     def die(self, child: SimChild, *, exit_code: int | None, signal: int | None) -> None:
@@ -463,6 +464,9 @@ class SimLauncher:
 
     def _on_interrupt(self, command: c.SendInterrupt) -> None:
         self._tell_worker(command.child, lambda child: child.interrupt(command.generation))
+
+    def _on_probe(self, command: c.SendProbe) -> None:
+        self._tell_worker(command.child, lambda child: child.answer(command.number))
 
     def _on_kill(self, command: c.Kill) -> None:
         child = self.children.get(command.child)

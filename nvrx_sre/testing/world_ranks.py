@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from nvrx_sre.testing.world_launcher import SimLauncher
 
 ALIVE_S = 1.0
+ANSWER_S = 0.005
+"""Longest time until a thread that is asked has its turn: Python's switch interval."""
 FRESH = "fresh"
 
 
@@ -138,6 +140,8 @@ class SimWorker(SimChild):
         """Newest step that a slot holds or is taking."""
         self.state = FRESH
         self.progress = 0
+        self.progressed_ns = 0
+        """When it passed its newest point."""
         self.is_waiting = True
         """Outside the training function: it reads what the launcher says."""
         self.is_stuck = False
@@ -150,6 +154,8 @@ class SimWorker(SimChild):
         """(interval before, step from which the other holds, interval from there on)."""
         self.delay_s = 0.0
         """What the next step takes longer than usual."""
+        self.slow_step = (0, 0.0)
+        """A step of this generation of which each half takes so long, and how long."""
         self._seconds = 0.0
         self._is_copying = False
         self._untold: tuple[SlotHeader, int] | None = None
@@ -172,6 +178,7 @@ class SimWorker(SimChild):
         """Run the training function in `generation`."""
         self.generation = generation
         self.step = 0
+        self.slow_step = (0, 0.0)
         self._untold = None
         self.is_waiting = self.has_finished = False
         self._seconds = 0.0
@@ -215,18 +222,31 @@ class SimWorker(SimChild):
             )
         )
 
+    def answer(self, number: int) -> None:
+        """Asked how far it is: its monitor thread says so, even if the main thread is in a native call."""
+        self.world.schedule(self.world.rng.uniform(0.0, ANSWER_S), lambda: self._run(lambda: self._tell_alive(number)))
+
+    def _tell_alive(self, probe: int = 0) -> None:
+        self.send(
+            wire.Alive(
+                generation=self.generation,
+                step=self.step,
+                progress=self.progress,
+                mono_ns=self.now_ns,
+                age_ns=self.now_ns - self.progressed_ns,
+                probe=probe,
+            )
+        )
+
+    def _pass_point(self) -> None:
+        self.progress += 1
+        self.progressed_ns = self.now_ns
+
     def _alive(self) -> None:
         if not self.is_alive or self.is_stopped:
             return
         if self.generation:
-            self.send(
-                wire.Alive(
-                    generation=self.generation,
-                    step=self.step,
-                    progress=self.progress,
-                    mono_ns=self.now_ns,
-                )
-            )
+            self._tell_alive()
         self.world.schedule(ALIVE_S, lambda: self._run(self._alive))
 
     def _acked(self, generation: int) -> None:
@@ -303,12 +323,22 @@ class SimWorker(SimChild):
 
     def _pass_middle(self) -> None:
         """The point of a step where planned faults strike: while the copy of the last one runs, or after it."""
-        if not self._injected(Phase.STEP):
-            extra_s, self.delay_s = self.delay_s, 0.0
-            self.later(0.01 + extra_s, 0.04 + extra_s, self._reduce)
+        if self._injected(Phase.STEP):
+            return
+        step, half_s = self.slow_step
+        if step == self.step + 1:
+            self.world.reach("every rank was just in time")
+            self.later(half_s, half_s, lambda: self._pass_half(half_s))
+            return
+        extra_s, self.delay_s = self.delay_s, 0.0
+        self.later(0.01 + extra_s, 0.04 + extra_s, self._reduce)
+
+    def _pass_half(self, half_s: float) -> None:
+        self._pass_point()
+        self.later(half_s, half_s, self._reduce)
 
     def _reduce(self) -> None:
-        self.progress += 1
+        self._pass_point()
         self._meet(f"step {self.step + 1}", lambda: self._when_copied(self._update))
 
     def _when_copied(self, then: Callable[[], None]) -> None:
@@ -324,6 +354,7 @@ class SimWorker(SimChild):
         self.later(0.002, 0.01, self._capture)
 
     def _capture(self) -> None:
+        self.progressed_ns = self.now_ns
         self.step += 1
         self.launcher.executed(self)
         self.state = next_state(self.state, self.step)
@@ -362,7 +393,8 @@ class SimWorker(SimChild):
         mine = self.launcher.slots[self.rank]
         slot = mine.free_slot(self.step, self.generation, self.restored_step)
         if slot is None:
-            self.progress += mine.held_slot >= 0  # no hang: the writer has a deadline of its own
+            if mine.held_slot >= 0:
+                self._pass_point()  # no hang: the writer has a deadline of its own
             self.later(0.01, 0.05, self._take_slot)
             return
         self._begin_copy(mine, slot)
@@ -395,7 +427,7 @@ class SimWorker(SimChild):
         return self.world.rng.random() < config.drop_rate and step < config.num_steps
 
     def _report(self, slot: int, durable: bool) -> None:
-        self.progress += 1
+        self._pass_point()
         self._seconds += 0.05 + (self.world.config.capture_cost_s if self._is_copying else 0.0)
         if not self._is_dropped(self.step):
             self.send(
@@ -432,7 +464,7 @@ class SimWorker(SimChild):
         )
 
     def _enter(self, phase: Phase) -> None:
-        self.progress += 1
+        self._pass_point()
         self.send(
             wire.Entered(
                 generation=self.generation,

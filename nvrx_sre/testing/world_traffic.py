@@ -93,6 +93,8 @@ class Traffic:
         elif isinstance(command, c.SendInterrupt):
             interrupt = wire.Interrupt(generation=command.generation, is_traced=command.is_traced)
             yield from self._told(command.child, c.Tell(child=command.child, message=interrupt))
+        elif isinstance(command, c.SendProbe):
+            yield from self._told(command.child, c.Tell(child=command.child, message=wire.Probe(number=command.number)))
         elif isinstance(command, c.LeaveChild):
             yield from self._told(command.child, c.Tell(child=command.child, message=wire.Leave()))
         elif isinstance(command, c.Kill | c.RequestStacks):

@@ -9,6 +9,7 @@ from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import FaultClass, Layer, Phase, Role
 from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher.machine_probe import GRACE_S
 from nvrx_sre.testing.driven import DrivenMachine
 
 LIMITS = Deadlines()
@@ -465,4 +466,6 @@ def test_configured_deadlines_are_used() -> None:
     driven.begin()
     driven.step(1)
     driven.wait(2.0)
+    assert not faults(driven)
+    driven.wait(GRACE_S)
     assert len(faults(driven)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -133,6 +134,35 @@ def test_monitor_reports_liveness(rank: tuple[RankControl, Channel]) -> None:
     while alive.progress != 41:  # reports from before
         alive = receive(launcher, wire.Alive)
     assert isinstance(alive, wire.Alive)
+
+
+def test_the_monitor_answers_at_once_how_far_the_rank_is(rank: tuple[RankControl, Channel]) -> None:
+    """With the question's number and the age of the newest point; it rings, since a busy launcher looks seldom."""
+    control, launcher = rank
+    bell = os.eventfd(0)
+    launcher.send(wire.Doorbell(), (bell,))
+    passed_ns = control.pass_point()
+    launcher.send(wire.Probe(number=7))
+    alive = receive(launcher, wire.Alive)
+    while alive.probe != 7:  # reports from before
+        alive = receive(launcher, wire.Alive)
+    assert (alive.progress, alive.mono_ns - alive.age_ns) == (1, passed_ns)
+    assert os.eventfd_read(bell) == 1
+    os.close(bell)
+
+
+def test_the_age_is_that_of_the_newest_progress(rank: tuple[RankControl, Channel]) -> None:
+    """A phase entered after a point was passed; the phase itself is told with its own age."""
+    control, launcher = rank
+    control.arm(1)
+    control.pass_point()
+    control.enter(Phase.DATA, tell=False)
+    entered = receive(launcher, wire.Entered)
+    while entered.phase != Phase.DATA:  # from before
+        entered = receive(launcher, wire.Entered)
+    alive = receive(launcher, wire.Alive)
+    control.armed = None
+    assert alive.mono_ns - alive.age_ns == entered.mono_ns == alive.mono_ns - entered.age_ns
 
 
 def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, Channel]) -> None:

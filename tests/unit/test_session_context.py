@@ -38,6 +38,10 @@ class Control:
     def enter(self, phase: Phase, *, tell: bool = True) -> None:
         self.entered.append(phase)
 
+    def pass_point(self) -> int:
+        self.progress += 1
+        return self.clock.monotonic_ns()
+
     def ring_bell(self) -> None:
         self.num_bells += 1
 
@@ -171,6 +175,24 @@ def test_weights_may_be_changed_by_hand_in_an_evaluation_and_after_a_loader(cont
     assert control.entered == []
     assert next(batches, None) is None
     assert control.entered == [None]
+
+
+@pytest.mark.parametrize(("code", "is_through"), [(0, True), (None, True), (1, False)])
+def test_a_script_that_leaves_is_through_if_it_says_so(control: Control, code: int | None, is_through: bool) -> None:
+    """`sys.exit()` in the training function: the last step is captured as after a return."""
+    context = restored_context(control)
+    finished: list[int] = []
+    context._saver = cast(Any, SimpleNamespace(finish=finished.append))
+
+    def train(_: Context) -> None:
+        raise SystemExit(code)
+
+    if is_through:
+        context.run(train)
+    else:
+        with pytest.raises(SystemExit):
+            context.run(train)
+    assert finished == [0] * is_through
 
 
 def test_what_begins_a_step_is_told_to_the_saver(control: Control) -> None:

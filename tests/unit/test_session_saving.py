@@ -42,6 +42,7 @@ class Rank:
         self.num_slots = 3
         self.heard_late = 0
         """Step of which the launcher hears while this rank waits that it is sealed everywhere."""
+        self.num_points = 0
         process: Any = SimpleNamespace(
             settings=SimpleNamespace(save_every=50),
             slots=None,
@@ -54,7 +55,7 @@ class Rank:
             control=SimpleNamespace(
                 clock=self.clock,
                 interrupted=-1,
-                progress=0,
+                pass_point=self._pass_point,
                 channel=SimpleNamespace(send_nowait=self._send_nowait),
                 send=self.told.append,
                 enter=lambda *_, **__: None,
@@ -94,6 +95,10 @@ class Rank:
             self.slots = SlotFile.create(data_bytes, blob_bytes, num_slots=self.num_slots, name="nvrx-test")
             self.process.slots = self.slots
         return self.slots
+
+    def _pass_point(self) -> int:
+        self.num_points += 1
+        return self.clock.monotonic_ns()
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """The launcher releases what the writer held, and publishes what it hears meanwhile; then it must hold."""
@@ -316,6 +321,48 @@ def test_no_change_by_hand_waits_for_a_slot() -> None:
     rank.close()
 
 
+def change_by_hand(rank: Rank) -> None:
+    """Behind the last commit, where nothing says so."""
+    with torch.no_grad():
+        rank.model.weight.zero_()
+
+
+@pytest.mark.parametrize("change", [change_by_hand, Rank.step])
+@pytest.mark.parametrize("skipped", ["not due", "no slot"])
+def test_a_state_that_is_gone_is_not_saved_as_the_last_step(
+    change: Callable[[Rank], None], skipped: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step was not captured, and now the weights are others: better none than one with the wrong name."""
+    rank = Rank(hot_every=10 if skipped == "not due" else 1)
+    rank.is_full = skipped == "no slot"
+    rank.step()
+    assert rank.saver.at_boundary(1).slot == -1
+    rank.is_full = False
+    change(rank)
+    rank.saver.finish(1)
+    assert rank.told == []
+    assert "step 1 cannot be saved" in capsys.readouterr().err
+    rank.close()
+
+
+def test_weights_that_were_exchanged_while_no_slot_was_free_are_saved_if_they_are_back() -> None:
+    """An evaluation with averaged weights that could not be preceded by a capture."""
+    rank = Rank(hot_every=10)
+    rank.is_full = True
+    rank.step()
+    rank.saver.at_boundary(1)
+    rank.saver.let_change()
+    committed = rank.model.weight.detach().clone()
+    change_by_hand(rank)
+    with torch.no_grad():
+        rank.model.weight.copy_(committed)
+    rank.is_full = False
+    rank.saver.finish(1)
+    assert [item.step for item in rank.told] == [1]
+    assert torch.equal(rank.stored(0)["model.weight"], committed)
+    rank.close()
+
+
 def test_the_last_step_waits_for_the_slot_that_the_writer_reads() -> None:
     """Two slots, one held and one the newest of all ranks: the last step is captured when the writer is done."""
     rank = Rank()
@@ -327,7 +374,7 @@ def test_the_last_step_waits_for_the_slot_that_the_writer_reads() -> None:
     assert rank.saver.at_boundary(3).slot == -1
     rank.saver.finish(3)
     assert (rank.told[-1].step, rank.told[-1].slot) == (3, 0)
-    assert rank.process.control.progress == 1, "as long as the writer holds it, the rank is not hung"
+    assert rank.num_points == 1, "as long as the writer holds it, the rank is not hung"
     rank.close()
 
 
