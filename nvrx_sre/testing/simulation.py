@@ -199,6 +199,7 @@ RARE_STATES: tuple[str, ...] = (
     "a superseded launcher ended",
     "a launcher that was stopped gave all ranks their time again",
     "a whole host stood still",
+    "every rank was just in time",
     "a writer refused to commit an abandoned line",
     "a save was overdue",
     "no slot was free",

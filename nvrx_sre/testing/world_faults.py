@@ -22,6 +22,9 @@ _UNDYING_S = (3.0, 40.0)
 _FOR_GOOD_S = (600.0, 1200.0)
 """A host that the run does not need may be away for longer than the run takes."""
 
+_JUST_IN_TIME_S = (0.15, 1.0)
+"""What is left of a deadline: enough for what a step takes anyway, too little for a sign of life in between."""
+
 _RAISED = {
     SimKind.EXCEPTION: ("exception", "ValueError"),
     SimKind.NONFINITE: ("nonfinite", "NonFiniteLoss"),
@@ -54,7 +57,15 @@ def inject(worker: SimWorker, kind: SimKind) -> bool:
 
 
 def _slow(worker: SimWorker) -> None:
-    worker.delay_s = worker.world.config.limits.deadlines.step_s / 2
+    """One rank, or all of them: then each is just in time with each half of the step after this one."""
+    config, rng = worker.world.config, worker.world.rng
+    limit_s = config.limits.deadlines.step_s
+    if rng.random() < 0.5:
+        worker.delay_s = limit_s / 2
+        return
+    half_s = (config.limits.tuning.floor_s if config.tunes_deadlines else limit_s) - rng.uniform(*_JUST_IN_TIME_S)
+    for child in worker.launcher.members_of(worker.generation):
+        child.slow_step = (worker.step + 2, half_s)
 
 
 def _unfit(worker: SimWorker) -> None:

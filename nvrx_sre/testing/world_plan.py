@@ -54,11 +54,12 @@ class SimFault:
     It fires `times` times (0: on every pass), each time its condition is met. In a phase before the step loop it waits
     until the run has come to the step before `step`, so that it strikes a recovery. What a kind's name does not tell:
     `undying` hangs in the kernel, so that it does not even die of SIGKILL for a while;
-    `slow` takes a healthy rank half a deadline for one step; `unfit` makes the rank report itself unfit after the next
-    teardown; `storage` fails the next save, `slow_disk` lets it take longer than its deadline, `corrupt` damages the
-    newest commit; `link_flap` gives every rank a communication error without a death; after `bad_start` the next
-    process started dies while importing; `launcher_stall` stops the launcher for a while, alone or with its whole host,
-    `launcher_superseded` for so long that another one takes over; the last three hit the host of the rank or its link.
+    `slow` takes a healthy rank half a deadline for one step, or all ranks nearly two; `unfit` makes the rank report
+    itself unfit after the next teardown; `storage` fails the next save, `slow_disk` lets it take longer than its
+    deadline, `corrupt` damages the newest commit; `link_flap` gives every rank a communication error without a death;
+    after `bad_start` the next process started dies while importing; `launcher_stall` stops the launcher for a while,
+    alone or with its whole host, `launcher_superseded` for so long that another one takes over; the last three hit the
+    host of the rank or its link.
     """
 
     kind: SimKind

@@ -111,6 +111,11 @@ def first_rank_hangs(self: Progress) -> Any:
     return self._running()[0]
 
 
+def judges_unasked(original: Callable[..., Any], self: Progress, now_ns: int) -> Any:
+    """What was last said is taken for how far a rank is."""
+    return self._hang(now_ns, now_ns)
+
+
 def no_backoff(original: Callable[..., Any], self: Recovery, decision: Any, fault: Any, now_ns: int) -> None:
     """The wait is forgotten."""
     original(self, replace(decision, backoff_s=0.0), fault, now_ns)
@@ -184,10 +189,10 @@ def never_further_back(original: Callable[..., Any], hot: Any, durable: Any, **n
     return original(hot, durable, **{**named, "checkpoints_back": 0})
 
 
-def seal_told_early(original: Callable[..., Any], self: SimWorker, header: Any, slot: int, contents: Any) -> None:
+def seal_told_early(original: Callable[..., Any], self: SimWorker, mine: Any, slot: int) -> None:
     """A rank says that its slot is sealed while it still copies."""
-    self._tell_sealed(header, slot)
-    original(self, header, slot, contents)
+    self._tell_sealed(world_disk.content(self.generation, self.step, self.state), slot)
+    original(self, mine, slot)
 
 
 def held_is_free(original: Callable[..., Any], contents: Any, **named: Any) -> Any:
@@ -340,6 +345,11 @@ PLANTED: tuple[Planted, ...] = (
         machine="progress",
         bug="a launcher that stood still blames its ranks",
         plant=instead(Progress, "rearm", nothing),
+    ),
+    Planted(
+        machine="progress",
+        bug="an expired deadline is judged without asking",
+        plant=around(Progress, "judge", judges_unasked),
     ),
     Planted(
         machine="recovery",
