@@ -29,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from nvrx_sre.checkpoint import supported
 from nvrx_sre.checkpoint import tracked as tracking
 from nvrx_sre.checkpoint.filling import DeviceFilling, Filling, HostFilling
+from nvrx_sre.checkpoint.kept import Kept, watched
 from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem, from_text, pack, text_hash
 from nvrx_sre.checkpoint.ring import Gatherer, Ring
 from nvrx_sre.checkpoint.routes import local_of
@@ -62,6 +63,7 @@ class Capturer:
         self._late_device = torch.device("cpu")
         self._problems = problems
         self._fixed: list[Source] | None = None
+        self._kept: Kept | None = None
         self._names: dict[torch.Tensor, str] = {}
         self._groups: dict[str, list[list[str]]] = {}
         self._sources: list[Source] = []
@@ -93,16 +95,27 @@ class Capturer:
         """The tracked optimizers: none may step between `begin` and the end of `Filling.copy`."""
         return [optimizer for _, optimizer in tracking.optimizers(self._tracked)]
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Look at the tracked objects as they are now: the next `begin` takes this small state.
+    @property
+    def kept(self) -> Kept:
+        """For a state that no slot takes."""
+        if self._kept is None:
+            self._kept = Kept(self._tracked, self._fixed_sources())
+        return self._kept
 
-        Raises `UserError` for state that cannot be saved.
-        """
+    def _fixed_sources(self) -> list[Source]:
         if self._fixed is None:
             self._fixed = tracking.fixed_sources(self._tracked)
             self._names = tracking.parameter_names(self._tracked)
-        sources = list(self._fixed)
+        return self._fixed
+
+    @torch.no_grad()
+    def refresh(self, kept: Kept | None = None) -> None:
+        """Look at the tracked objects as they are now: the next `begin` takes this small state.
+
+        `kept`: what it holds is taken instead. Raises `UserError` for state that cannot be saved.
+        """
+        fixed = self._fixed_sources()
+        sources = list(fixed) if kept is None else kept.put_in(fixed)
         scalars = {}
         trained: set[int] = set()
         for name, optimizer in tracking.optimizers(self._tracked):
@@ -111,7 +124,8 @@ class Capturer:
             found, scalars[name] = tracking.optimizer_sources(name, optimizer, self._names)
             sources += found
             trained.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        state, big = tracking.small_state(self._tracked, self._groups, scalars)
+        instead = (kept.random, kept.positions) if kept is not None else ()
+        state, big = tracking.small_state(self._tracked, self._groups, scalars, *instead)
         sources += big
         if not self._is_known(sources):
             self._set_layout(sources)
@@ -175,14 +189,14 @@ class Capturer:
     def _begin_on_host(self, slot_file: SlotFile, slot_index: int, header: SlotHeader) -> HostFilling:
         views = self._views_of(slot_file, slot_index)
         late = self._copy_now(slot_index, views)
-        watched, versions = self._watch(late)
+        tensors, versions = self._watch(late)
         return HostFilling(
             slot_file=slot_file,
             slot=slot_index,
             header=header,
             views=[views[index] for index in late],
             tensors=[local_of(self._sources[index].tensor) for index in late],
-            watched=watched,
+            watched=tensors,
             versions=versions,
         )
 
@@ -191,17 +205,16 @@ class Capturer:
     ) -> DeviceFilling:
         tensors = [local_of(source.tensor) for source in self._sources]
         early = {index for index, is_late in enumerate(self._is_late) if not is_late}
-        watched, versions = self._watch(index for index, is_late in enumerate(self._is_late) if is_late)
+        watching, versions = self._watch(index for index, is_late in enumerate(self._is_late) if is_late)
         drain = gatherer.begin(slot_file, slot_index, self._layout, tensors, early)
         return DeviceFilling(
-            slot_file=slot_file, slot=slot_index, header=header, watched=watched, versions=versions, drain=drain
+            slot_file=slot_file, slot=slot_index, header=header, watched=watching, versions=versions, drain=drain
         )
 
     def _watch(self, late: Iterable[int]) -> tuple[list[torch.Tensor], list[int]]:
         """The tensors whose change would show, and their counters now."""
-        wholes = [self._sources[index].tensor for index in late]
-        watched = [*wholes, *(local_of(tensor) for tensor in wholes if isinstance(tensor, DTensor))]
-        return watched, [tensor._version for tensor in watched]
+        tensors = watched(self._sources[index].tensor for index in late)
+        return tensors, [tensor._version for tensor in tensors]
 
     def _copy_now(self, slot_index: int, views: list[torch.Tensor]) -> list[int]:
         """Copy what cannot wait; the indices of what can."""

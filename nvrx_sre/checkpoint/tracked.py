@@ -144,15 +144,23 @@ def optimizer_sources(
 
 
 def small_state(
-    tracked: Mapping[str, object], groups: Mapping[str, list[list[str]]], scalars: Mapping[str, Any]
+    tracked: Mapping[str, object],
+    groups: Mapping[str, list[list[str]]],
+    scalars: Mapping[str, Any],
+    random: Mapping[str, Any] | None = None,
+    states: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Source]]:
-    """(JSON-ready small state, big tensors found inside it)."""
+    """(JSON-ready small state, big tensors found inside it).
+
+    `random` and `states` (by name) go before what the generators and those objects say now.
+    """
     big: list[Source] = []
 
     def take(name: str, tensor: torch.Tensor) -> None:
         big.append(Source(name, ItemRole.STATE, tensor))
 
-    state: dict[str, Any] = {"rng": rng.get_state(), "optimizers": {}, "extra": {}, "objects": {}, "values": {}}
+    random, states = random or rng.get_state(), states or {}
+    state: dict[str, Any] = {"rng": random, "optimizers": {}, "extra": {}, "objects": {}, "values": {}}
     for name, optimizer in optimizers(tracked):
         options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         encoded = encoding.encode(options, f"{name}.group", take)
@@ -166,7 +174,7 @@ def small_state(
             for path, inner in extra_states(module)
         }
     for name, value in objects(tracked):
-        state["objects"][name] = encoding.encode(value.state_dict(), name, take)
+        state["objects"][name] = encoding.encode(states[name] if name in states else value.state_dict(), name, take)
     for name, value in values(tracked):
         state["values"][name] = encoding.encode(value, name, take)
     return state, big

@@ -135,8 +135,10 @@ class Shutdown:
             return f"; {known}"
         if not self._is_last_step_lost():
             return ""
-        why = f" ({self._saves.last_failure})" if self._saves.last_failure else ""
-        return f"; the last step is not saved{why}, {known}"
+        why = self._saves.last_failure
+        if not why and (self._commits.sealed is None or self._commits.sealed.step < self._commits.step):
+            why = "not captured on every rank: their logs say why"
+        return f"; the last step is not saved{f' ({why})' if why else ''}, {known}"
 
     def _is_last_step_lost(self) -> bool:
         """Training is done, and its state is in no checkpoint: it goes with this launcher.

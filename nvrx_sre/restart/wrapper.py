@@ -31,7 +31,8 @@ from nvrx_sre.restart.unwaited import wait_for_the_unwaited
 
 def write_to_log(fault: torch_errors.Description) -> None:
     """The traceback, where people look for one: in the rank's log. That of a lost peer is not this rank's doing."""
-    text = f"nvrx-sre: {fault.message}\n" if fault.communication else fault.stack
+    lost = f"{fault.exception_type} of a collective whose peer is gone: {fault.message}\n"
+    text = lost if fault.communication else fault.stack
     # The disk may be full, or the script have closed its stderr: neither may cost the recovery.
     with contextlib.suppress(OSError, ValueError):
         print(text, end="", file=sys.stderr, flush=True)
@@ -102,10 +103,7 @@ class Restarter:
                 raise
             except BaseException as error:  # the boundary of the user's code: everything it raises is a fault
                 self.control.armed = None
-                if isinstance(error, SystemExit) and error.code in (None, 0):
-                    outcome.finished = True
-                else:
-                    outcome.fault = torch_errors.describe(error)
+                outcome.fault = torch_errors.describe(error)
             self.control.armed = None
         except Interrupted:
             # Plain attribute store, no call: the interpreter cannot run the handler before it is done.

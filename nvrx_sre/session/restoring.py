@@ -177,8 +177,7 @@ class Restorer:
                 self._lap("agree")
                 if problem is None:
                     candidate.load()
-                    if entry["tier"] == Tier.HOT:
-                        self.held = int(entry["slot"]), int(entry["generation"])
+                    self.held = _slot_of(entry)
                     return int(entry["step"]), RestoredFrom(str(entry["tier"]))
             self._reject(entry, problem)
         if self._go.require_restore:
@@ -253,3 +252,8 @@ class Restorer:
                 message=str(problem)[:500],
             )
         )
+
+
+def _slot_of(entry: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(slot, generation that sealed it) of a candidate, None for a durable one."""
+    return (int(entry["slot"]), int(entry["generation"])) if entry["tier"] == Tier.HOT else None

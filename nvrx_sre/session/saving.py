@@ -28,6 +28,7 @@ from typing import Any
 
 from nvrx_sre.checkpoint.capture import Capturer
 from nvrx_sre.checkpoint.filling import Filling
+from nvrx_sre.checkpoint.kept import Kept
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
@@ -44,6 +45,17 @@ class Captured:
     """Where the ranks write a due save themselves: to be called with the step once it is reported."""
 
 
+@dataclass(kw_only=True)
+class _LeftOut:
+    """A committed step that no slot of this rank takes."""
+
+    step: int
+    is_begun: bool = False
+    """Something of the next step has begun, or weights may have been changed by hand."""
+    is_gone: bool = False
+    """An optimizer has stepped."""
+
+
 class HotSaver:
     """Decides when a capture is due and takes it."""
 
@@ -54,8 +66,8 @@ class HotSaver:
         self._restored_step = restored_step
         self._newest = restored_step
         """Newest step that a slot holds or is taking."""
-        self._left_out: int | None = None
-        """The newest step, if its capture was not due and nothing of the next one has begun: no rank has it."""
+        self._left_out: _LeftOut | None = None
+        """The newest step, if no slot takes it."""
         self._save_requested = False
         self._is_owed = False
         """A due save found no free slot, which the launcher was told once: made up for at the next boundary."""
@@ -87,11 +99,14 @@ class HotSaver:
         durable = is_due or self._is_owed
         self._left_out = None
         if not durable and not self._process.hot_schedule.is_due(step):
-            self._left_out = step
             self._prepare_slots()
-            return Captured(slot=-1, durable=False)
-        slot = self._capture(step, durable, waits=durable)
-        self._save_requested, self._is_owed = False, durable and slot < 0
+            slot = -1
+        else:
+            slot = self._capture(step, durable, waits=durable)
+            self._save_requested, self._is_owed = False, durable and slot < 0
+        if slot < 0:
+            self._left_out = _LeftOut(step=step)
+            self._capturer.kept.keep()
         return Captured(slot=slot, durable=is_due)
 
     def let_change(self) -> None:
@@ -100,17 +115,22 @@ class HotSaver:
         Also that of a step whose capture was not due: it may be the last one, and at the end its state could be gone.
         Where no slot is free it is left to the end.
         """
-        step, self._left_out = self._left_out, None
-        if step is not None:
+        left_out = self._left_out
+        if left_out is not None and not left_out.is_begun:
             clock = self._process.control.clock
             started_ns = clock.monotonic_ns()
-            self._capture(step, durable=False, waits=False)
+            if self._capture(left_out.step, durable=False, waits=False) >= 0:
+                self._left_out = None
+            else:
+                left_out.is_begun = True
+                self._capturer.kept.know_values()
             self._waited_ns += clock.monotonic_ns() - started_ns
         self._wait_copied()
 
     def begin_step(self) -> None:
-        """Something of the next step has begun: what is tracked is not the newest commit's state any more."""
-        self._left_out = None
+        """Something of the next step has begun: what is tracked is not all the newest commit's state any more."""
+        if self._left_out is not None:
+            self._left_out.is_begun = True
 
     def take_waited_ns(self) -> int:
         """Time that optimizers and changes by hand have waited for the copy since the last call."""
@@ -120,19 +140,34 @@ class HotSaver:
     def finish(self, step: int) -> None:
         """Training is over at `step`: capture it unless it is, and wait until it is sealed.
 
+        What the script has begun of another step is left out; where that cannot be, the step is not captured.
         Blocks while no slot is free: the writer holds one, or the launcher has yet to hear from other ranks that the
         capture before this one is sealed everywhere.
         """
-        if step > self._newest:
+        if step > self._newest and not self._is_gone():
             self._process.control.enter(Phase.SAVE, tell=False)
             self._wait_sealed()
             self._tell_untold()
             slots = self._process.slots
             if slots is not None:
                 self._process.control.wait_until(lambda: self._is_slot_free(slots, step))
-            self._capture(step, durable=False, waits=True)
+            self._capture(step, durable=False, waits=True, kept=self._capturer.kept if self._left_out else None)
         self._wait_sealed()
         self._tell_untold()
+
+    def _is_gone(self) -> bool:
+        """True if the newest step is in no slot and its state is not there any more, which is said."""
+        left_out = self._left_out
+        if left_out is None:
+            return False
+        if left_out.is_gone:
+            why = "an optimizer has stepped since, without a commit"
+        elif self._capturer.kept.has_changed():
+            why = 'parameters were changed since, outside of ctx.phase("evaluate")'
+        else:
+            return False
+        print(f"nvrx-sre: step {left_out.step} cannot be saved: {why}", file=sys.stderr)
+        return True
 
     def _tell_untold(self) -> None:
         """What the launcher has not heard may be what keeps every slot from being free. Waits for room."""
@@ -153,12 +188,12 @@ class HotSaver:
         self._thread.shutdown(wait=True)
         self._filling = None
 
-    def _capture(self, step: int, durable: bool, *, waits: bool) -> int:
+    def _capture(self, step: int, durable: bool, *, waits: bool, kept: Kept | None = None) -> int:
         """The slot, -1 if none is free. `waits`: also on a device for slots that are not mapped yet."""
         self._wait_sealed()
         if self._untold is not None and self._process.control.channel.send_nowait(self._untold):
             self._untold = None
-        needs = self._needs()
+        needs = self._needs(kept)
         waits = waits or self._capturer.ring is None
         if not waits and not self._process.has_slots(self._generation, *needs):
             self.num_skipped += 1
@@ -173,9 +208,9 @@ class HotSaver:
         self._start(slots, slot, step, durable)
         return slot
 
-    def _needs(self) -> tuple[str, int, int]:
-        """Layout and sizes of the state as it is now."""
-        self._capturer.refresh()
+    def _needs(self, kept: Kept | None = None) -> tuple[str, int, int]:
+        """Layout and sizes of the state as it is now, or was kept."""
+        self._capturer.refresh(kept)
         data_bytes, blob_bytes = self._capturer.required_bytes()
         if self._capturer.ring is not None:
             self._capturer.ring.choose(data_bytes)
@@ -242,7 +277,8 @@ class HotSaver:
 
     def _before_step(self, *_: Any) -> None:
         """Hook of every tracked optimizer."""
-        self.begin_step()
+        if self._left_out is not None:
+            self._left_out.is_begun = self._left_out.is_gone = True
         self._wait_copied()
 
     def _wait_copied(self) -> None:

@@ -53,6 +53,7 @@ TORCH_MODULES = {
         "encoding",
         "export",
         "filling",
+        "kept",
         "fit",
         "install",
         "page_lock",

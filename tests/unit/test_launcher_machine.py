@@ -497,6 +497,19 @@ def test_a_run_whose_last_step_is_not_saved_is_to_be_started_again() -> None:
     assert stop.reason == "finished; the last step is not saved (storage: disk full), nothing is durable"
 
 
+def test_a_last_step_that_ranks_did_not_capture_is_said_to_be_lost() -> None:
+    """They say why in their logs, and 0 would say too much."""
+    driven = begun(num_standbys=0)
+    driven.step(9)
+    driven.step(10, slot=-1)
+    for rank in range(2):
+        driven.say(driven.child_of(rank), wire.Finished(generation=1, step=10, result={}, mono_ns=driven.now_ns))
+    driven.wait(Deadlines().final_drain_s + 60.0)
+    (stop,) = driven.all(c.Stop)
+    assert stop.exit_code == 75
+    assert "not captured on every rank: their logs say why" in stop.reason
+
+
 def test_a_run_without_a_step_has_finished() -> None:
     """Nothing was trained, so nothing is lost: to start it again would go on for ever."""
     driven = begun(num_standbys=0)

@@ -182,7 +182,8 @@ def test_a_script_that_leaves_is_through_if_it_says_so(control: Control, code: i
     """`sys.exit()` in the training function: the last step is captured as after a return."""
     context = restored_context(control)
     finished: list[int] = []
-    context._saver = cast(Any, SimpleNamespace(finish=finished.append))
+    saver: Any = SimpleNamespace(finish=finished.append)
+    context._saver = saver
 
     def train(_: Context) -> None:
         raise SystemExit(code)

@@ -1,0 +1,101 @@
+"""A committed state that no slot takes: what is cheap to keep of it, and proof that the rest is still there.
+
+    keep()          at the boundary: random states, positions of loaders, small buffers; counters of all other tensors
+    has_changed()   at the end: something that was not kept is another
+
+A capture can be too dear for each step, and which step was the last one shows only at the end. By then the script may
+have fetched a batch more or looked at its model; what that changes is kept here, and `Capturer.refresh` takes it in the
+place of what is there now. Parameters stay where they are. A change of their values is seen by their version
+counters, so one through `.data` is not; where values are known as well, one that was taken back is none.
+
+Must not: copy parameters, run a collective. Thread safety: main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from nvrx_sre.checkpoint import rng
+from nvrx_sre.checkpoint import tracked as tracking
+from nvrx_sre.checkpoint.layout import ItemRole
+from nvrx_sre.checkpoint.routes import local_of
+from nvrx_sre.checkpoint.tracked import Source
+
+COPIED_BYTES_MAX = 64 * 1024
+"""Buffers up to this are copied: running statistics are below it; what is larger (masks, tables) hardly changes."""
+
+
+class Kept:
+    """Of one generation's tracked objects; made once, kept again and again. `fixed`: their `tracking.fixed_sources`."""
+
+    def __init__(self, tracked: Mapping[str, object], fixed: Sequence[Source]) -> None:
+        self._loaders = {name: item for name, item in tracking.objects(tracked) if _is_loader(item)}
+        self._small = [source for source in fixed if _is_small(source)]
+        self._copies = [torch.empty_like(source.tensor) for source in self._small]
+        copied = {id(source.tensor) for source in self._small}
+        self._watched = watched(source.tensor for source in fixed if id(source.tensor) not in copied)
+        self._versions: list[int] = []
+        self._values: list[bytes] = []
+        self.random: dict[str, Any] | None = None
+        self.positions: dict[str, Any] = {}
+        """State of each tracked loader by name."""
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """The state as it is now."""
+        self.random = rng.get_state()
+        self.positions = {name: loader.state_dict() for name, loader in self._loaders.items()}
+        self._versions = [tensor._version for tensor in self._watched]
+        self._values = []
+        if self._small:
+            torch._foreach_copy_(self._copies, [source.tensor for source in self._small])
+
+    def know_values(self) -> None:
+        """Values may be exchanged and put back from here on. Reads all of them."""
+        self._values = self._digests()
+
+    def has_changed(self) -> bool:
+        """True if a tensor that was not copied is known to be another."""
+        if self._versions == [tensor._version for tensor in self._watched]:
+            return False
+        return not self._values or self._values != self._digests()
+
+    def put_in(self, sources: Sequence[Source]) -> list[Source]:
+        """The sources with the copies in the places of what they were made of."""
+        copies = {id(source.tensor): copy for source, copy in zip(self._small, self._copies, strict=True)}
+        return [
+            replace(source, tensor=copies[id(source.tensor)]) if id(source.tensor) in copies else source
+            for source in sources
+        ]
+
+    @torch.no_grad()
+    def _digests(self) -> list[bytes]:
+        return [_digest(tensor) for tensor in self._watched if not isinstance(tensor, DTensor)]
+
+
+def watched(wholes: Any) -> list[torch.Tensor]:
+    """The tensors whose counters tell of a change to `wholes`: a DTensor's own and that of this rank's part."""
+    listed = list(wholes)
+    return [*listed, *(local_of(tensor) for tensor in listed if isinstance(tensor, DTensor))]
+
+
+def _is_loader(item: object) -> bool:
+    return isinstance(item, DataLoader)
+
+
+def _is_small(source: Source) -> bool:
+    tensor = source.tensor
+    if source.role is ItemRole.PARAMETER or isinstance(tensor, DTensor):
+        return False
+    return tensor.numel() * tensor.element_size() <= COPIED_BYTES_MAX
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
