@@ -18,6 +18,7 @@ from nvrx_sre.events.schema import (
     FaultDetected,
     GenerationFormed,
     IncidentClosed,
+    Layer,
     NodeJoined,
     NodeLost,
     RankReplaced,
@@ -313,6 +314,21 @@ def test_a_slow_link_changes_nothing_but_the_time(oracle: Ended, quick: list[str
     assert follower.exit_code == 0, follower.output
     assert_same_as(oracle, ended)
     assert not ended.events(NodeLost), ended.explain()
+
+
+@pytest.mark.slow
+def test_hangs_on_another_host_are_told_from_those_of_its_process(oracle: Ended, tmp_path: Path) -> None:
+    """A rank that says how far it is, and is behind, is interrupted; one that is stopped is replaced."""
+    faults = ("--fault", "hang@1:8", "--fault", "sigstop@1:16")
+    with launchers(tmp_path / "run", "a", "b") as run:
+        run.start_all("--standbys", "1", "--step-deadline", "3", *faults)
+        follower, ended = run.end("b"), run.end("a")
+    assert follower.exit_code == 0, follower.output
+    assert_same_as(oracle, ended)
+    found = [(record.rank, event.fault, event.detector) for record, event in ended.events(FaultDetected)]
+    assert found == [(1, "hang", "deadline")] * 2, ended.explain()
+    closed = [event.layer for _, event in ended.events(IncidentClosed)]
+    assert closed == [Layer.IN_PROCESS, Layer.WORKER], ended.explain()
 
 
 @pytest.mark.slow
