@@ -65,9 +65,10 @@ class Reporter:
     def report(self, step: int) -> None:
         """Report a step, as `ctx.commit()` does."""
         reports = self._reports
-        boundary_ns = reports.now_ns()
+        now_ns = reports.now_ns
+        boundary_ns = now_ns()
         reports.tokens += 1024
-        if reports.tell(step, boundary_ns, LOSS, self._captured):
+        if reports.tell(step, boundary_ns, boundary_ns, LOSS, self._captured):
             self.channel.ring_bell()
 
 

@@ -193,14 +193,15 @@ class RankControl:
         finally:
             self._atomic_depth -= 1
 
-    def enter(self, phase: Phase, *, tell: bool = True) -> None:
-        """The main thread is in `phase` now. Without `tell` the monitor reports it if it lasts."""
+    def enter(self, phase: Phase, *, tell: bool = True) -> int:
+        """The main thread is in `phase` now, monotonic ns. Without `tell` the monitor reports it if it lasts."""
         now_ns = self.clock.monotonic_ns()
         self._phase = (phase, now_ns)
         self.progress += 1
         if tell:
             self._phase_told = phase
             self.send(wire.Entered(generation=self._generation, phase=phase, step=self.step, mono_ns=now_ns))
+        return now_ns
 
     def pass_point(self) -> int:
         """The main thread makes progress inside its phase; the time, monotonic ns."""

@@ -196,16 +196,17 @@ class Context:
                 raise NonFiniteLoss(f"loss of step {step} is {value}")
         if saver.is_durable_due(step):
             self._inject("save")
-        boundary_ns = reports.now_ns()
+        now_ns = reports.now_ns  # first fetched and then called: see `reports`
+        boundary_ns = now_ns()
         captured = saver.at_boundary(step)
         reports.save_ns += saver.take_waited_ns()
         reports.tokens += int(tokens)
         self._loop_phase = Phase.STEP
-        control.enter(Phase.STEP, tell=False)
+        entered_ns = control.enter(Phase.STEP, tell=False)
         control.step = step
         waits = captured.durable and self._process.settings.waits_for_writer
         until = control.wait_turn if waits else captured.save
-        if reports.tell(step, boundary_ns, value, captured) or until is not None:
+        if reports.tell(step, boundary_ns, entered_ns, value, captured) or until is not None:
             control.channel.ring_bell()
         if self._injector is not None:
             self._injector.step_committed(reports.step_s())
@@ -217,11 +218,9 @@ class Context:
 
         Booked as checkpoint time.
         """
-        reports.enter(Phase.SAVE)
-        self._control.enter(Phase.SAVE, tell=False)
+        reports.enter(Phase.SAVE, self._control.enter(Phase.SAVE, tell=False))
         until(step)
-        reports.enter(Phase.STEP)
-        self._control.enter(Phase.STEP, tell=False)
+        reports.enter(Phase.STEP, self._control.enter(Phase.STEP, tell=False))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -231,14 +230,12 @@ class Context:
             raise UserError(f"ctx.phase({name!r}): use one of {', '.join(USER_PHASES)}, after ctx.restore()")
         if phase is Phase.EVALUATE:
             self._let_change()
-        self._reports.enter(phase)
-        self._control.enter(phase, tell=False)
+        self._reports.enter(phase, self._control.enter(phase, tell=False))
         self._inject(name)
         try:
             yield
         finally:
-            self._reports.enter(Phase.STEP)
-            self._control.enter(self._loop_phase, tell=False)
+            self._reports.enter(Phase.STEP, self._control.enter(self._loop_phase, tell=False))
             if phase is Phase.DATA:
                 self._begin_step()
 

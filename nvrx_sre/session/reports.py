@@ -3,7 +3,8 @@
 Model: the rank keeps sums, whose copy at each step boundary is the report. Time inside a phase is booked to it, that
 between a step's end and its report to saves; what is booked nowhere was the steps' own, and is left to the launcher.
 
-Reports are made at a boundary, where nothing of this is in the processor's caches: see `step_ring`.
+Reports are made at a boundary, where nothing of this is in the processor's caches: see `step_ring`. So what is called
+and lies in a slot is fetched before it is called: to call it where it lies has the interpreter look for a method first.
 
 Thread safety: main thread only. Must not: block, call the kernel for a step.
 """
@@ -41,7 +42,7 @@ class StepReports:
 
     __slots__ = (
         *("now_ns", "tokens", "save_ns", "arrived_ns"),
-        *("_put", "_generation", "_saver", "_begun_ns", "_data_ns", "_evaluate_ns", "_phase", "_entered_ns"),
+        *("_ring", "_generation", "_saver", "_begun_ns", "_data_ns", "_evaluate_ns", "_phase", "_entered_ns"),
     )
 
     def __init__(self, ring: StepRing, clock: Clock, generation: int, saver: Saver) -> None:
@@ -52,7 +53,7 @@ class StepReports:
         """Booked to saves so far."""
         self.arrived_ns = 0
         """When this rank came to the first collective of the step in hand, 0 if it has not."""
-        self._put = ring.put
+        self._ring = ring
         self._generation = generation
         self._saver = saver
         self._begun_ns = clock.monotonic_ns()
@@ -61,16 +62,16 @@ class StepReports:
         self._entered_ns = 0
         """When the phase was entered, 0 for the step itself."""
 
-    def tell(self, step: int, boundary_ns: int, loss: float, captured: Captured) -> bool:
+    def tell(self, step: int, boundary_ns: int, now_ns: int, loss: float, captured: Captured) -> bool:
         """`step` is over, and was at `boundary_ns`; True if the launcher is to be called.
 
-        `loss`: `step_record.UNKNOWN_LOSS` if there is none.
+        `now_ns`: the boundary's end. `loss`: `step_record.UNKNOWN_LOSS` if there is none.
         """
         if self._entered_ns:
             self._leave(boundary_ns)
-        saver, now_ns = self._saver, self.now_ns()
+        saver = self._saver
         self.save_ns = save_ns = self.save_ns + now_ns - boundary_ns
-        is_wanted = self._put(
+        is_wanted = self._ring.put(
             (
                 self._generation,
                 step,
@@ -91,9 +92,8 @@ class StepReports:
         self.arrived_ns = 0
         return is_wanted
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, now_ns: int) -> None:
         """`phase` begins, and the one before ends: data, save, evaluate, or step for the step itself."""
-        now_ns = self.now_ns()
         self._leave(now_ns)
         if phase is not Phase.STEP:
             self._phase, self._entered_ns = phase, now_ns

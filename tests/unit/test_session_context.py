@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from nvrx_sre.core.clock import SystemClock
+from nvrx_sre.core.clock import Clock, SystemClock
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.step_record import to_message
@@ -25,7 +25,7 @@ class Control:
     """Stands for the rank's control; remembers the phases."""
 
     def __init__(self) -> None:
-        self.clock = SystemClock()
+        self.clock: Clock = SystemClock()
         self.step = self.progress = 0
         self.entered: list[Phase | None] = []
         """Phases, and None where weights were allowed to change."""
@@ -35,8 +35,9 @@ class Control:
         self.num_bells = 0
         self.channel = SimpleNamespace(ring=self.ring, ring_bell=self.ring_bell)
 
-    def enter(self, phase: Phase, *, tell: bool = True) -> None:
+    def enter(self, phase: Phase, *, tell: bool = True) -> int:
         self.entered.append(phase)
+        return self.clock.monotonic_ns()
 
     def pass_point(self) -> int:
         self.progress += 1
@@ -144,6 +145,7 @@ def test_a_wait_at_the_end_of_a_pass_is_no_time_of_data(control: Control) -> Non
     """It is the checkpoint's alone; what an optimizer waited for before the phase is not taken from the phase."""
     context, clock = restored_context(control), ManualClock()
     saver: Any = context._saver
+    control.clock = clock
     context._reports = reports = StepReports(control.ring, clock, 1, saver)
     saver.let_change = lambda: clock.advance(3.0)
     saver.take_waited_ns = iter([2_000_000_000, 3_000_000_000, 0]).__next__

@@ -33,13 +33,18 @@ class Rank:
         """Time passes."""
         self.clock.advance(seconds)
 
+    def enter(self, phase: Phase) -> None:
+        """A phase begins."""
+        self.reports.enter(phase, self.clock.monotonic_ns())
+
     def commit(self, boundary_s: int = 0, **about: Any) -> Step:
         """A step's end and its boundary; the report as the launcher takes it."""
         self.step += 1
         began_ns = self.clock.monotonic_ns()
         self.spend(boundary_s)
         captured: Any = SimpleNamespace(slot=about.pop("slot", -1), durable=about.pop("durable", False))
-        assert not self.reports.tell(self.step, began_ns, about.pop("loss", UNKNOWN_LOSS), captured)
+        now_ns, loss = self.clock.monotonic_ns(), about.pop("loss", UNKNOWN_LOSS)
+        assert not self.reports.tell(self.step, began_ns, now_ns, loss, captured)
         (record,) = self.ring.take(self.step)
         return to_message(record)
 
@@ -62,9 +67,9 @@ def test_time_is_booked_to_the_phase_that_ends(rank: Rank) -> None:
     for sums in ((1, 2, 24, 4), (2, 4, 48, 8)):
         rank.spend(1)
         for phase, spent_s in ((Phase.DATA, 2), (Phase.EVALUATE, 4), (Phase.SAVE, 8)):
-            rank.reports.enter(phase)
+            rank.enter(phase)
             rank.spend(spent_s)
-        rank.reports.enter(Phase.STEP)
+        rank.enter(Phase.STEP)
         report = rank.commit(boundary_s=16)
         assert times(report) == sums
         assert report.mono_ns == START_NS + sum(sums) * S
@@ -73,11 +78,11 @@ def test_time_is_booked_to_the_phase_that_ends(rank: Rank) -> None:
 
 def test_a_commit_inside_a_phase_ends_it(rank: Rank) -> None:
     """No time is booked twice: what follows is a step's."""
-    rank.reports.enter(Phase.DATA)
+    rank.enter(Phase.DATA)
     rank.spend(2)
     assert times(rank.commit(boundary_s=1)) == (0, 2, 1, 0)
     rank.spend(3)
-    rank.reports.enter(Phase.STEP)
+    rank.enter(Phase.STEP)
     assert times(rank.commit()) == (3, 2, 1, 0)
 
 
@@ -91,11 +96,11 @@ def test_waiting_inside_the_step_is_moved(rank: Rank) -> None:
 def test_waiting_inside_a_phase_is_not_booked_twice(rank: Rank) -> None:
     """The end of a loader's pass waits for a copy, usually inside the data phase."""
     rank.spend(1)
-    rank.reports.enter(Phase.DATA)
+    rank.enter(Phase.DATA)
     rank.spend(5)
     rank.reports.waited(3 * S)
     rank.spend(1)
-    rank.reports.enter(Phase.STEP)
+    rank.enter(Phase.STEP)
     assert times(rank.commit()) == (1, 3, 3, 0)
 
 
