@@ -61,16 +61,27 @@ def stacks_of(run_dir: Path, incident: int) -> str:
 
 def line_of(record: Record, run_dir: Path) -> str:
     """One record for a person: time (UTC), generation, rank, name, and what it says."""
-    when = datetime.fromtimestamp(seconds(record.time_ns), UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    when = _moment(record.time_ns)
     rank = "     -" if record.rank is None else f"rank {record.rank}"
     told = narrate(record)
     text = told.text if told is not None else event_line(record)
     if text is None:
         fields = {name: value for name, value in log_fields(record).items() if name not in _STAMP}
-        text = " ".join(f"{name}={value}" for name, value in fields.items())
+        text = " ".join(_field(name, value) for name, value in fields.items())
     stacks = stacks_of(run_dir, record.event.incident) if isinstance(record.event, IncidentClosed) else ""
     text += f", stacks in {stacks}" if stacks else ""
-    return f"{when}Z  g{record.generation:<4} {rank:<8} {type(record.event).__name__:<18} {text}"
+    return f"{when}  g{record.generation:<4} {rank:<8} {type(record.event).__name__:<18} {text}"
+
+
+def _moment(time_ns: int) -> str:
+    return datetime.fromtimestamp(seconds(time_ns), UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
+
+
+def _field(name: str, value: Any) -> str:
+    """`name=value`; a moment, of which events have nanoseconds, as a time of the day (UTC)."""
+    if name.endswith("_ns") and isinstance(value, int):
+        return f"{name.removesuffix('_ns')}={_moment(value).partition(' ')[2] if value else '-'}"
+    return f"{name}={value}"
 
 
 _STAMP = ("epoch", "generation", "rank", "seq")

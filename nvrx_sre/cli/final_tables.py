@@ -1,7 +1,8 @@
 """The end of a run on a terminal: tables of incidents, time and saves, and where everything lies.
 
 Shows the run's summary (`summary.json`); a key that is missing shows as `-`, so that a run that ended early still
-gets its tables. Must not: compute a number of its own.
+gets its tables. One that failed before its first step has nothing to show but its incidents. Must not: compute a number
+of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from rich.text import Text
 
 from nvrx_sre.cli.narrate import duration_text
 from nvrx_sre.cli.report import make_console
+from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.events.schema import Verdict
 from nvrx_sre.monitoring import assets
 
+DEGRADED = "degraded: recovered with a smaller world, from an older checkpoint or with a large rollback"
+"""Both words do not fit into a table of 80 columns."""
 _SHOWN_SHARE = 0.0005
 """Ledger states below this share of wall time are left out of the table."""
 _WIDEST = 200
@@ -41,8 +46,11 @@ def print_summary(
     if summary:
         console.print()
         _print_incidents(console, summary.get("incidents") or [])
-        _print_ledger(console, summary.get("ledger") or {}, summary.get("wall_s"))
-        _print_saves(console, summary.get("saves") or {})
+        has_trained = bool(summary.get("high_water")) or summary.get("exit_code") == ExitCode.FINISHED
+        if has_trained:
+            _print_ledger(console, summary.get("ledger") or {}, summary.get("wall_s"))
+            _print_saves(console, summary.get("saves") or {})
+            _print_goodput(console, summary.get("goodput") or {})
         _print_result(console, summary, num_steps)
     _print_places(console, run_dir, metrics_url)
 
@@ -85,9 +93,15 @@ def _print_incidents(console: Console, incidents: Sequence[Mapping[str, Any]]) -
             duration_text(item.get("detection_s")),
             duration_text(item.get("outage_s")),
             _number(item.get("rollback_steps")),
-            str(item.get("verdict", "-")),
+            "degraded" if _is_degraded(item) else str(item.get("verdict", "-")),
         )
     _print_table(console, table)
+    if any(map(_is_degraded, incidents)):
+        console.print(DEGRADED)
+
+
+def _is_degraded(incident: Mapping[str, Any]) -> bool:
+    return bool(incident.get("degraded")) and incident.get("verdict") == Verdict.RECOVERED
 
 
 def _print_ledger(console: Console, ledger: Mapping[str, Any], wall_s: Any) -> None:
@@ -119,11 +133,13 @@ def _print_saves(console: Console, saves: Mapping[str, Any]) -> None:
         console.print(f"Steps waited {duration_text(float(blocking_s))} for saves in all.")
 
 
-def _print_result(console: Console, summary: Mapping[str, Any], num_steps: int | None) -> None:
-    goodput = summary.get("goodput") or {}
+def _print_goodput(console: Console, goodput: Mapping[str, Any]) -> None:
     shares = "  ".join(f"{name} {value:.1%}" for name, value in goodput.items() if isinstance(value, (int, float)))
     if shares:
         console.print(f"Goodput: {shares}")
+
+
+def _print_result(console: Console, summary: Mapping[str, Any], num_steps: int | None) -> None:
     loss = summary.get("final_loss")
     loss_text = f", final loss {loss:.4f}" if isinstance(loss, (int, float)) else ""
     entropy = (summary.get("result") or {}).get("unigram_entropy")

@@ -91,7 +91,7 @@ def _fault_injected(record: Record, event: schema.FaultInjected) -> Line:
 
 def _fault_detected(record: Record, event: schema.FaultDetected) -> Line:
     after = duration_text(max(seconds(record.time_ns - event.evidence_ns), 0.0))
-    what = _what_was_seen(event)
+    what = what_was_seen(event)
     detail = f" ({what})" if what else ""
     return Line(
         f"fault: {event.fault}{detail} on {rank_text(record.rank)} at step {event.step}, "
@@ -100,7 +100,7 @@ def _fault_detected(record: Record, event: schema.FaultDetected) -> Line:
     )
 
 
-def _what_was_seen(event: schema.FaultDetected) -> str:
+def what_was_seen(event: schema.FaultDetected) -> str:
     """The exception with its message and place, or how the process ended and what it said last."""
     if event.exception_type:
         place = f", {event.frame}" if event.frame else ""
@@ -162,8 +162,8 @@ def _state_restored(record: Record, event: schema.StateRestored) -> Line:
 
 
 def _incident_closed(record: Record, event: schema.IncidentClosed) -> Line:
-    degraded = ", degraded" if event.degraded else ""
     good = event.verdict is schema.Verdict.RECOVERED
+    degraded = ", degraded" if event.degraded and good else ""
     return Line(
         f"{event.verdict}{degraded}: {event.fault} on {rank_text(record.rank)} at step {event.step}, "
         f"layer {event.layer}, {counted(event.attempts, 'attempt')}, outage {duration_text(event.outage_s)} "
@@ -193,8 +193,8 @@ def _save_failed(record: Record, event: schema.SaveFailed) -> Line:
 
 
 def _hot_slots_allocated(record: Record, event: schema.HotSlotsAllocated) -> Line:
-    slot = f"{event.num_slots} slots a rank, up to {event.slot_bytes / 2**20:,.0f} MiB each"
-    return Line(f"hot checkpoints: {slot}, {event.total_bytes / 2**20:,.0f} MiB on this node", FAINT)
+    slot = f"{event.num_slots} slots a rank, up to {bytes_text(event.slot_bytes)} each"
+    return Line(f"hot checkpoints: {slot}, {bytes_text(event.total_bytes)} on this node", FAINT)
 
 
 def _hot_interval_chosen(record: Record, event: schema.HotIntervalChosen) -> Line:

@@ -6,15 +6,17 @@ Shared by every command that starts a launcher. Must not: import torch, or outli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import click
 
 from nvrx_sre.cli.devices import num_nvidia_devices
 from nvrx_sre.cli.final_tables import print_summary
 from nvrx_sre.cli.follow import RankOutput
+from nvrx_sre.cli.narrate import rank_text, what_was_seen
 from nvrx_sre.cli.report import TerminalReporter, make_console
 from nvrx_sre.core.errors import ExitCode
-from nvrx_sre.events.schema import Record
+from nvrx_sre.events.schema import Action, FaultDetected, Record, RestartDecided
 from nvrx_sre.faults.plan import FaultPlan
 from nvrx_sre.launcher.config import NodesConfig, RunConfig
 from nvrx_sre.launcher.rundir import RunDirectory
@@ -54,14 +56,41 @@ def run_and_report(
         RunDirectory(config.run_dir).rank_log(0),
         lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True),
     )
+    cause = StopCause()
     with TerminalReporter(num_steps, console) as reporter, output:
-        ended = launcher.run(config, [reporter, *sinks])
+        ended = launcher.run(config, [reporter, cause, *sinks])
     if reporter.num_dropped:
         console.print(f"{reporter.num_dropped} records were not shown here; the journal has them")
     print_summary(ended.summary, config.run_dir, metrics_url=ended.metrics_url, num_steps=num_steps, console=console)
     if ended.exit_code != ExitCode.FINISHED or ended.reason != FINISHED:
-        click.echo(f"nvrx-sre: exit {ended.exit_code}: {ended.reason}", err=True)
+        click.echo(f"nvrx-sre: exit {ended.exit_code}: {ended.reason}{cause.text(config.run_dir)}", err=True)
     return ended.exit_code
+
+
+class StopCause:
+    """The fault for which the run was stopped. A sink: called from one thread, read when the run has ended."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[int | None, FaultDetected] | None = None
+        self._found: tuple[int | None, FaultDetected] | None = None
+
+    def __call__(self, record: Record) -> None:
+        """Remember the fault that a decision to stop follows."""
+        event = record.event
+        if isinstance(event, FaultDetected):
+            self._newest = (record.rank, event)
+        elif isinstance(event, RestartDecided):
+            self._found, self._newest = (self._newest if event.action is Action.STOP else None), None
+
+    def text(self, run_dir: Path) -> str:
+        """What was seen, of which rank, and the log to read; '' if no fault stopped the run."""
+        if self._found is None:
+            return ""
+        rank, fault = self._found
+        what = what_was_seen(fault) or fault.message
+        said = f"; {rank_text(rank)}: {what}" if what else f"; {fault.fault} on {rank_text(rank)}"
+        log = None if rank is None else RunDirectory(run_dir).rank_log(rank)
+        return f"{said}; see {log}" if log is not None and log.exists() else said
 
 
 def _follow(config: RunConfig, nodes: NodesConfig) -> int:

@@ -184,6 +184,8 @@ class Node:
             return
         self.children[command.child] = child
         child.stacks = stacks
+        if command.rank is not None:  # what it says before it gets its rank, if it gets that far, is to be found
+            self._directory.point_rank_log(command.rank, log)
         fork = wire.Fork(
             child=command.child,
             role=command.role,

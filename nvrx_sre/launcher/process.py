@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from nvrx_sre.core import processes
@@ -25,6 +27,9 @@ from nvrx_sre.events.step_ring import StepRing
 from nvrx_sre.launcher.stacks import StackFile
 
 TAIL_BYTES = 8192
+LAST_LINE_CHARACTERS = 500
+_FRAME = re.compile(r' +File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<function>.+))?')
+"""A frame of a traceback, or the place of a syntax error."""
 STACKS_WAIT_S = 0.1
 """Longest wait for the stacks of a hung process before it is killed (seconds)."""
 STACKS_POLL_S = 0.005
@@ -121,9 +126,8 @@ class Child:
             self.ring.close()
 
     def last_line(self) -> str:
-        """Last non-empty line of the child's output."""
-        lines = [line for line in self.tail().splitlines() if line.strip()]
-        return lines[-1].strip()[:500] if lines else ""
+        """Last non-empty line of the child's output; of a traceback at its end the error and its place."""
+        return last_said(self.tail())[:LAST_LINE_CHARACTERS]
 
     def tail(self) -> str:
         """End of the child's output."""
@@ -131,6 +135,25 @@ class Child:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             return file.read().decode(errors="replace")
         return ""
+
+
+def last_said(text: str) -> str:
+    """`ValueError: boom, train.py:7 main` if `text` ends with a traceback, else its last line that is not empty. Pure.
+
+    Of an error's message of several lines the first counts, if the others are indented, as torch's are.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    indented = list(takewhile(lambda line: line[0].isspace(), reversed(lines)))
+    if not lines or len(indented) == len(lines):
+        return lines[-1].strip() if lines else ""
+    end = len(lines) - 1 - len(indented)
+    frames = takewhile(lambda line: line[0].isspace(), reversed(lines[:end]))
+    place = next((found for line in frames if (found := _FRAME.fullmatch(line))), None)
+    if place is None:
+        return lines[-1].strip()
+    function = place["function"]
+    within = f" {function}" if function and function != "<module>" else ""
+    return f"{lines[end]}, {os.path.basename(place['file'])}:{place['line']}{within}"
 
 
 def prepare(number: int, role: Role, log: Path) -> tuple[Child, Channel, int]:

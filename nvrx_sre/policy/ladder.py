@@ -85,7 +85,7 @@ def decide(history: History, fault: PolicyFault, now_ns: int, limits: CapLimits)
         return _capped(budgets, budgets.tripped)
     if fault.fault is FaultClass.PREEMPTION:
         return _stop(budgets, ExitCode.PREEMPTED, "preempted: the orchestrator starts the job again", None)
-    return _restart(fault, budgets, limits)
+    return _restart(history, fault, budgets, limits)
 
 
 def _incurable(fault: PolicyFault) -> tuple[int, str] | None:
@@ -141,7 +141,7 @@ def _exclusion(fault: PolicyFault, budgets: Budgets) -> Decision:
     )
 
 
-def _restart(fault: PolicyFault, budgets: Budgets, limits: CapLimits) -> Decision:
+def _restart(history: History, fault: PolicyFault, budgets: Budgets, limits: CapLimits) -> Decision:
     last_attempt = budgets.num_same >= _LAST_ATTEMPT
     layer = max(RULES[fault.fault].first_layer, fault.min_layer, key=_LADDER.index)
     if last_attempt:
@@ -151,7 +151,7 @@ def _restart(fault: PolicyFault, budgets: Budgets, limits: CapLimits) -> Decisio
         action=Action.RESTART,
         layer=min(layer, Layer.WORKER, key=_LADDER.index),
         backoff_s=_backoff_s(fault, budgets, limits),
-        reason=_reason(fault, budgets, back),
+        reason=f"{_reason(fault, budgets)}{_going_back(history, fault) if back else ''}",
         exit_code=None,
         checkpoints_back=back,
         cap=None,
@@ -169,9 +169,14 @@ def _backoff_s(fault: PolicyFault, budgets: Budgets, limits: CapLimits) -> float
     return limits.backoff_s[index] if index >= 0 else 0.0
 
 
-def _reason(fault: PolicyFault, budgets: Budgets, back: int) -> str:
+def _reason(fault: PolicyFault, budgets: Budgets) -> str:
     if budgets.num_attempts == 1:
-        text = f"{fault.fault.value}: first attempt since progress"
-    else:
-        text = f"{fault.fault.value}: attempt {budgets.num_attempts} without progress, no cap reached"
-    return f"{text}; from an older checkpoint" if back else text
+        return f"{fault.fault.value}: first attempt since progress"
+    return f"{fault.fault.value}: attempt {budgets.num_attempts} without progress, no cap reached"
+
+
+def _going_back(history: History, fault: PolicyFault) -> str:
+    """What it means here to leave out the newest checkpoint."""
+    if history.durable_step >= 0:
+        return "; from an older checkpoint"
+    return "; from step 0, no checkpoint is durable yet" if max(fault.high_water, fault.hot_sealed_step) > 0 else ""

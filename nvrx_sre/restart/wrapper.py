@@ -31,7 +31,7 @@ from nvrx_sre.restart.unwaited import wait_for_the_unwaited
 
 def write_to_log(fault: torch_errors.Description) -> None:
     """The traceback, where people look for one: in the rank's log. That of a lost peer is not this rank's doing."""
-    lost = f"{fault.exception_type} of a collective whose peer is gone: {fault.message}\n"
+    lost = f"{fault.exception_type} in communication with other ranks: {fault.message}\n"
     text = lost if fault.communication else fault.stack
     # The disk may be full, or the script have closed its stderr: neither may cost the recovery.
     with contextlib.suppress(OSError, ValueError):

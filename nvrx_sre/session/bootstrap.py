@@ -60,7 +60,10 @@ def main(arguments: list[str], settings: ChildSettings, channel: Channel, stacks
     try:
         run_user_code(arguments)
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else (0 if error.code is None else 1)
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)  # as the interpreter does at its end, which is never reached here
+        return 1
     except NvrxError as error:
         print(f"nvrx-sre: {error}", file=sys.stderr)
         return error.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,8 @@ def launch(directory: Path, script: str) -> Ended:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("import no_such_module_of_anybody", "ModuleNotFoundError: "),
-        ("def broken(:\n", "SyntaxError: "),
+        ("import no_such_module_of_anybody", "'no_such_module_of_anybody', script.py:1;"),
+        ("\ndef broken(:\n", "SyntaxError: invalid syntax, script.py:2;"),
         ("import torch.distributed as dist\ndist.init_process_group('gloo')\n", "forms its process group by itself"),
     ],
 )
@@ -36,7 +37,11 @@ def test_a_script_that_cannot_work_is_not_tried_again(tmp_path: Path, script: st
     assert ended.exit_code == ExitCode.CONFIG, ended.explain()
     assert [event.fault for _, event in ended.events(FaultDetected)] == [FaultClass.USER_ERROR]
     assert [event.exit_code for _, event in ended.events(RestartDecided)] == [ExitCode.CONFIG]
-    assert said in ended.output, ended.explain()
+    # The last line says why, and which log to read.
+    last = ended.output.splitlines()[-1]
+    assert said in last, ended.explain()
+    assert re.search(r"see \S+/logs/rank-0000[01]\.log$", last), last
+    assert (ended.run_dir / "logs" / "rank-00000.log").read_text(), "found by its rank, though it never got one"
 
 
 def test_a_worker_finds_its_rank_in_the_environment(tmp_path: Path) -> None:

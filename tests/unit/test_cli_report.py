@@ -13,9 +13,11 @@ import pytest
 from rich.console import Console
 
 from nvrx_sre.cli import final_tables, narrate, report
+from nvrx_sre.cli.running import StopCause
 from nvrx_sre.core.clock import NS_PER_S
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, StepKind, StepsCommitted
+from nvrx_sre.launcher.rundir import RunDirectory
 
 START_NS = 1_700_000_000 * NS_PER_S
 
@@ -248,6 +250,62 @@ def test_final_tables_show_the_summary(tmp_path: Path) -> None:
     for wanted in ("hang", "in_process", "4.000 s", "recovered", "83.3%", "391", "exit 0", "journal", "/metrics"):
         assert wanted in shown
     assert "halted" not in shown and "spans" not in shown
+
+
+def test_final_tables_tell_a_degraded_recovery(tmp_path: Path) -> None:
+    """As the line of the incident did, and what it means; an incident that ended the run is not called so."""
+    console, output = _console()
+    rows = [
+        {"fault": fault, "verdict": verdict, "degraded": True}
+        for fault, verdict in (("node_lost", "recovered"), ("hang", "exhausted"))
+    ]
+    final_tables.print_summary({"run": "x", "incidents": rows}, tmp_path, console=console)
+    shown = output.getvalue()
+    assert [line.split()[-1] for line in shown.splitlines() if "node_lost" in line or "hang" in line] == [
+        "degraded",
+        "exhausted",
+    ]
+    assert final_tables.DEGRADED in shown
+
+
+def test_final_tables_of_a_failed_start_are_its_incidents(tmp_path: Path) -> None:
+    """Nothing was trained or saved: what went wrong is not to be searched for among empty tables."""
+    console, output = _console()
+    summary = SUMMARY | {"high_water": 0, "exit_code": 78}
+    final_tables.print_summary(summary, tmp_path, console=console)
+    shown = output.getvalue()
+    assert "Incidents" in shown and "exit 78" in shown
+    assert not [word for word in ("Where the time went", "Saves", "Goodput") if word in shown]
+
+
+def _stop(action: schema.Action) -> schema.RestartDecided:
+    return dataclasses.replace(_sample(schema.RestartDecided), action=action)
+
+
+def test_the_exit_line_names_the_fault_that_stopped_the_run(tmp_path: Path) -> None:
+    """With the error, its place and the log of the rank; a fault that was recovered is none of it."""
+    directory = RunDirectory(tmp_path)
+    directory.logs.mkdir()
+    log = directory.logs / "rank-00001-epoch-0001-attempt-0000-2.log"
+    log.touch()
+    directory.point_rank_log(1, log)
+    fault = dataclasses.replace(
+        _sample(schema.FaultDetected), exception_type="", signal=None, exit_code=2, message="SyntaxError: x, a.py:3"
+    )
+    cause = StopCause()
+    cause(_record(fault, rank=0))
+    cause(_record(_stop(schema.Action.RESTART)))
+    assert cause.text(tmp_path) == ""
+    cause(_record(fault, rank=1))
+    cause(_record(_stop(schema.Action.STOP)))
+    assert cause.text(tmp_path) == f"; rank 1: exit code 2: SyntaxError: x, a.py:3; see {directory.rank_log(1)}"
+
+
+def test_small_hot_slots_have_a_size() -> None:
+    """A model of some kilobytes does not take 0 MiB."""
+    event = dataclasses.replace(_sample(schema.HotSlotsAllocated), slot_bytes=52_300, total_bytes=325_000)
+    line = narrate.narrate(_record(event))
+    assert line is not None and "52.3 kB each, 325.0 kB on this node" in line.text
 
 
 def test_final_tables_of_a_run_that_was_refused(tmp_path: Path) -> None:

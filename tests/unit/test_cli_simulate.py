@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from nvrx_sre.cli import simulate
 from nvrx_sre.cli.main import main
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.codec import from_dict
 from nvrx_sre.launcher.machine_saves import Saves
 from nvrx_sre.testing import scaling
+from nvrx_sre.testing.simulation import RARE_STATES
 
 
 def test_a_sound_swarm_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Counts, and the rare states that were not reached."""
+    """Counts; three seeds are not expected to reach what is rare."""
     assert main(["simulate", "--seeds", "3", "--ranks", "4"]) == 0
     said = capsys.readouterr().out
     assert "3 seeds, 0 failed" in said
-    assert "rare states reached" in said
+    assert "rare states reached" in said and "not reached" not in said
+
+
+def test_what_enough_seeds_never_reached_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line each for what is rare, not for the rarest, which takes more of them."""
+    monkeypatch.setattr(simulate, "SEEDS_FOR_RARE", 2)
+    assert main(["simulate", "--seeds", "2", "--ranks", "2"]) == 0
+    missing = re.findall(r"not reached: (.*)", capsys.readouterr().out)
+    assert missing and set(missing) <= set(RARE_STATES)
 
 
 def test_json_is_the_same_every_time(capsys: pytest.CaptureFixture[str]) -> None:

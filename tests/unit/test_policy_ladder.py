@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -236,6 +238,18 @@ def test_nonfinite_is_retried_once_from_an_older_checkpoint() -> None:
     first, second = story.fault(FaultClass.NONFINITE), story.fault(FaultClass.NONFINITE)
     assert (first.action, first.checkpoints_back) == (Action.RESTART, 1)
     assert (second.action, second.cap) == (Action.STOP, Cap.NONFINITE)
+
+
+def test_a_step_back_is_told_as_what_it_is() -> None:
+    """To an older checkpoint, to step 0 where none is durable, and not at all where nothing was trained."""
+    fault = PolicyFault(fault=FaultClass.NONFINITE, fingerprint="f", high_water=10)
+    durable = started()
+    durable.history.durable_step = 8
+    reasons = [decide(story.history, fault, 2_000 * S, LIMITS).reason for story in (durable, started())]
+    assert reasons[0].endswith("; from an older checkpoint")
+    assert reasons[1].endswith("; from step 0, no checkpoint is durable yet")
+    nothing = decide(Story().history, dataclasses.replace(fault, high_water=0), 2_000 * S, LIMITS)
+    assert nothing.reason == "nonfinite: first attempt since progress"
 
 
 @pytest.mark.parametrize(("kind", "exit_code"), [(FaultClass.USER_ERROR, 78), (FaultClass.PREEMPTION, 143)])
