@@ -38,7 +38,7 @@ from nvrx_sre.bench.rows import Keep, Row, Say, empty, summarize
 from nvrx_sre.bench.subprocesses import run_to_end
 from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.clock import SystemClock
-from nvrx_sre.core.errors import InternalError, UserError
+from nvrx_sre.core.errors import InternalError, NvrxError, UserError
 from nvrx_sre.events.journal import read_journal
 from nvrx_sre.events.schema import Event, FaultDetected, Record, Role, SaveCommitted, StateRestored, WorkerStarted
 
@@ -147,20 +147,25 @@ class Benchmark:
         self._scratch = Path()
 
     def run(self) -> None:
-        """Run all parts. Blocks for minutes; a part that fails leaves its reason in `failed`, and the others go on."""
+        """Run all parts. Blocks for minutes; one that fails is a row with the reason, and the others go on."""
         with tempfile.TemporaryDirectory(prefix="nvrx-sre-bench-", dir=Path.cwd()) as scratch:
             self._scratch = Path(scratch)
             for name, part in self._parts():
                 self._say(name)
                 try:
                     self.rows += part()
-                except InternalError as error:
+                except NvrxError as error:
                     self._say(f"{name} failed: {error}")
                     self.failed.append(f"{name}: {error}")
+                    self.rows.append(self._failed_row(name, error))
                 self._keep(self.rows)
 
+    def _failed_row(self, name: str, error: NvrxError) -> Row:
+        case, _, contestant = name.partition(": ")
+        return empty(f"failed: {error}", bench=BENCH, contestant=contestant, case=case, ranks=self._config.ranks)
+
     def _parts(self) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-        """(name, what measures it) of everything that was asked for."""
+        """(`CASE: CONTESTANT`, what measures it) of everything that was asked for."""
         wanted = self._config.cases
         if "blocked" in wanted:
             yield f"blocked: {OURS}", self._ours_blocked

@@ -24,7 +24,7 @@ from typing import Any
 
 from nvrx_sre.bench.gpu_reading import Steady, by_kind, mean_step_s, steady_of, without_redone_s
 from nvrx_sre.bench.recovery import marks_note
-from nvrx_sre.bench.recovery_leak import ends
+from nvrx_sre.bench.recovery_leak import Counted, held_most
 from nvrx_sre.bench.recovery_reading import DETECTED, Measured, from_records
 from nvrx_sre.bench.rows import Keep, Row, Say, empty, percentile, summarize, target
 from nvrx_sre.bench.subprocesses import run_to_end
@@ -52,7 +52,6 @@ BLOCKED_MAX_S = 0.05
 INFLATION_MAX = 0.03
 LOSS_TOLERANCE = 0.05
 """Share by which the last loss of the large model may differ: single steps of two runs differ by up to 3.3 %."""
-HELD_MAX_RATIO = 1.1
 SMALL = ("small", "16", "256")
 
 
@@ -191,9 +190,10 @@ class Benchmark:
         num_steps, options = steps[-1] + 10, ("--save-every", "100000")
         self._launch(scratch / "unfaulted", (), *options, steps=num_steps, rank=SMALL)
         self._launch(run_dir, specs, *options, steps=num_steps, rank=(*SMALL, "--census", str(folder)))
-        counted = [
-            [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("rank-*.jsonl"))
-        ]
+        counted = {
+            path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+            for path in sorted(folder.glob("rank-*.jsonl"))
+        }
         same = digest_row(config.ranks, ends_of(scratch / "unfaulted"), ends_of(run_dir), len(specs))
         return [*memory_rows(config.ranks, counted), same]
 
@@ -289,26 +289,14 @@ def loss_row(ranks: int, wanted: float | None, found: float, num_faults: int) ->
     return _row(case, ranks, [share], "of it", note + target(f"within {LOSS_TOLERANCE}", share <= LOSS_TOLERANCE))
 
 
-def memory_rows(ranks: int, counted: Sequence[Sequence[dict[str, int]]]) -> list[Row]:
-    """What ranks hold over many restarts, of each resource the rank that grew most; without the first generation."""
+def memory_rows(ranks: int, counted: Counted) -> list[Row]:
+    """What ranks hold over many restarts, of each resource the rank in which it grew most (`recovery_leak`)."""
     rows = []
-    for name in sorted(set.intersection(*(set(counts[0]) for counts in counted))):
-        grown = []
-        for counts in counted:
-            first, last = ends([float(count[name]) for count in counts[1:]])
-            grown.append((max(last) - max(first), max(first), max(last), [float(count[name]) for count in counts[1:]]))
-        growth, first_max, last_max, samples = max(grown, key=lambda item: item[0])
-        note = f"{len(samples)} restarts; first {first_max:.6g}, last {last_max:.6g}"
-        if name.endswith("_bytes"):
-            note += "; " + target("within 10 %", last_max <= HELD_MAX_RATIO * first_max)
-        else:
-            note += "; " + target("flat", growth <= 0)
-        rows.append(_row(f"restarts, {name.removesuffix('_bytes')}", ranks, samples, _unit(name), note))
+    for name in sorted(set.intersection(*(set(counts[0]) for counts in counted.values()))):
+        held = held_most(name, counted)
+        note = f"{len(held.samples)} restarts; {held.note}"
+        rows.append(_row(f"restarts, {name.removesuffix('_bytes')}", ranks, held.samples, held.unit, note))
     return rows
-
-
-def _unit(name: str) -> str:
-    return "bytes" if name.endswith("_bytes") else name
 
 
 def _row(case: str, ranks: int, samples: Sequence[float], unit: str, note: str) -> Row:

@@ -1,8 +1,9 @@
 """Many restarts in one process: what is held must stay flat, and the last recoveries be as quick as the first.
 
 Model: ranks and launcher are counted in every generation at the same place (`recovery_census`). A resource is flat if
-none of the last counts is above the highest of the first; resident memory may grow by a tenth. The first generation
-is left out: what it builds is built once.
+none of the last counts is above the highest of the first; memory that an allocator keeps (`KEPT`) may grow by a tenth,
+medians compared. The first generation is left out: what it builds is built once. `held_most` is the one place where
+this is judged, for every benchmark that counts restarts.
 
 Pure but for `count_restarts`, which runs the launcher and blocks.
 """
@@ -13,6 +14,7 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from nvrx_sre.bench.recovery_cases import BENCH, EXCEPTION, GROUP_TIMEOUT_S, LEAK
@@ -22,9 +24,10 @@ from nvrx_sre.bench.rows import Row, summarize, target
 from nvrx_sre.core.errors import InternalError
 from nvrx_sre.events.journal import read_journal
 
-FLAT = ("threads", "fds", "sockets", "shared_bytes")
-RSS = "rss_bytes"
-RSS_MAX_RATIO = 1.1
+COUNTED = ("threads", "fds", "sockets", "shared_bytes", "rss_bytes")
+KEPT = ("rss_bytes", "device_bytes", "reserved_bytes")
+"""Of the process, of its device, and by torch on the device: how much is kept for later is the allocator's choice."""
+KEPT_MAX_RATIO = 1.1
 RECOVERIES_MAX_RATIO = 1.2
 WINDOW = 20
 """Restarts at each end that are compared."""
@@ -46,7 +49,7 @@ def count_restarts(run_dir: Path, ranks: int, num_restarts: int, pace: Pace) -> 
 
 def leak_rows(contestant: str, ranks: int, measured: Measured, counted: Counted) -> list[Row]:
     """A row for each resource, of the process that grew most, and one of the recoveries."""
-    rows = [_resource_row(contestant, ranks, name, counted) for name in (*FLAT, RSS)]
+    rows = [_resource_row(contestant, ranks, name, counted) for name in COUNTED]
     totals_s = measured.totals_s()
     first, last = (statistics.median(part) for part in ends(totals_s))
     note = _ends_note(first, last, "s", last / first <= RECOVERIES_MAX_RATIO, f"within {RECOVERIES_MAX_RATIO}x")
@@ -64,29 +67,40 @@ def ends(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
     return values[:size], values[-size:]
 
 
-def _resource_row(contestant: str, ranks: int, name: str, counted: Counted) -> Row:
-    grown = {process: _growth(name, counts) for process, counts in counted.items()}
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A resource over many restarts, in the process in which it grew most. `note`: both ends, and the verdict."""
+
+    process: str
+    samples: Sequence[float]
+    unit: str
+    note: str
+
+
+def held_most(name: str, counted: Counted) -> Held:
+    """What became of the resource `name`. Raises `InternalError` where less than two restarts were counted."""
+    samples = {process: [float(count[name]) for count in counts[1:]] for process, counts in counted.items()}
+    grown = {process: _growth(name, values) for process, values in samples.items()}
     process = max(grown, key=lambda key: grown[key][1] / max(1.0, grown[key][0]))
     first, last = grown[process]
-    is_met = last / first <= RSS_MAX_RATIO if name == RSS else last <= first
     unit = "bytes" if name.endswith("_bytes") else name
-    note = _ends_note(first, last, unit, is_met, "within 10 %" if name == RSS else "flat")
-    samples = [float(count[name]) for count in counted[process][1:]]
+    is_met = last <= KEPT_MAX_RATIO * first if name in KEPT else last <= first
+    note = _ends_note(first, last, unit, is_met, "within 10 %" if name in KEPT else "flat")
+    return Held(process=process, samples=samples[process], unit=unit, note=f"{process}: {note}")
+
+
+def _resource_row(contestant: str, ranks: int, name: str, counted: Counted) -> Row:
+    held = held_most(name, counted)
+    case = f"{LEAK} {name.removesuffix('_bytes')}"
     return summarize(
-        samples,
-        bench=BENCH,
-        contestant=contestant,
-        case=f"{LEAK} {name.removesuffix('_bytes')}",
-        ranks=ranks,
-        unit=unit,
-        note=f"{process}: {note}",
+        held.samples, bench=BENCH, contestant=contestant, case=case, ranks=ranks, unit=held.unit, note=held.note
     )
 
 
-def _growth(name: str, counts: Sequence[Mapping[str, int]]) -> tuple[float, float]:
-    """What stands for each end: medians of memory, the highest of anything else."""
-    first, last = ends([float(count[name]) for count in counts[1:]])
-    return (statistics.median(first), statistics.median(last)) if name == RSS else (max(first), max(last))
+def _growth(name: str, samples: Sequence[float]) -> tuple[float, float]:
+    """What stands for each end: medians of what is kept, the highest of anything else."""
+    first, last = ends(samples)
+    return (statistics.median(first), statistics.median(last)) if name in KEPT else (max(first), max(last))
 
 
 def _ends_note(first: float, last: float, unit: str, is_met: bool, wanted: str) -> str:

@@ -162,7 +162,7 @@ def test_memory_is_slots_and_what_a_run_without_saves_does_not_hold() -> None:
 
 
 def test_a_part_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The rows of the others are written as they come, and the exit code says that one failed."""
+    """It is a row with the reason; those of the others are written as they come, and the exit code says it too."""
     written: list[list[str]] = []
 
     def fail(_: object) -> list[Row]:
@@ -171,17 +171,19 @@ def test_a_part_that_fails_costs_no_other_one(monkeypatch: pytest.MonkeyPatch, t
 
     parts = [
         ("first", lambda: [dataclasses.replace(ROW, case="first")]),
-        ("second", lambda: fail(None)),
+        ("second: ours", lambda: fail(None)),
         ("third", lambda: [dataclasses.replace(ROW, case="third")]),
     ]
     monkeypatch.setattr(checkpoint.Benchmark, "_parts", lambda self: iter(parts))
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(command, ["checkpoint", "--json", "rows.json"])
     assert isinstance(done.exception, InternalError)
-    assert "1 parts of the benchmark failed: second: no save was begun" in str(done.exception)
+    assert "1 parts of the benchmark failed: second: ours: no save was begun" in str(done.exception)
     assert written == [["first", "cores"]]
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["case"] for row in rows] == ["first", "third", "cores"]
+    assert [row["case"] for row in rows] == ["first", "second", "third", "cores"]
+    lost = rows[1]
+    assert (lost["contestant"], lost["n"], lost["note"]) == ("ours", 0, "failed: no save was begun")
     assert "third" in done.output
 
 
