@@ -13,7 +13,7 @@ Must not: copy parameters, run a collective. Thread safety: main thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,8 @@ class Kept:
         return [_digest(tensor) for tensor in self._watched if not isinstance(tensor, DTensor)]
 
 
-def watched(wholes: Any) -> list[torch.Tensor]:
+@torch.no_grad()
+def watched(wholes: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors whose counters tell of a change to `wholes`: a DTensor's own and that of this rank's part."""
     listed = list(wholes)
     return [*listed, *(local_of(tensor) for tensor in listed if isinstance(tensor, DTensor))]
