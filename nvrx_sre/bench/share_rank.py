@@ -4,9 +4,9 @@ Started by a real launcher (`-m nvrx_sre.bench.share_rank BLOCKS STEPS FOLDER`),
 
     runs     of steps, all with reports or none: without, with, with, without, and the next block the other way round.
              The launcher has steps to take in or has none. [seconds, processor seconds of the thread] of each
-    steps    one by one in the same order, with how long each took, how long its report, and whether the launcher looked
-             meanwhile, which a rank sees by what was taken out of its ring: what a report costs inside the rank, and
-             what a look costs it
+    steps    one by one in the same order, with how long each took, how long its report or nothing in its place, and
+             whether the launcher looked meanwhile, which a rank sees by what was taken out of its ring: what a report
+             costs inside the rank, and what a look costs it
 
 Writes both to `FOLDER/measured.json`. Must not: run outside `bench telemetry`.
 """
@@ -37,7 +37,7 @@ ORDER = (False, True, True, False)
 Run = tuple[bool, float, float]
 """(with reports, seconds, processor seconds)"""
 Timed = tuple[bool, bool, int, int]
-"""A step: (with a report, the launcher looked meanwhile, nanoseconds, of which the report)."""
+"""A step: (with a report, the launcher looked meanwhile, nanoseconds, of which the report or nothing in its place)."""
 
 
 class Measured(TypedDict):
@@ -93,15 +93,15 @@ class _Work:
         return is_told, self._ring.num_taken > num_taken, spent_ns, report_ns
 
     def _step(self, is_told: bool) -> int:
-        """A step with or without its report; how long that took (ns)."""
+        """A step with its report or nothing in the place of it; how long that took (ns)."""
         self._train()
         control = self._control
         self._reporter.pass_boundary(control.step + 1)
         control.enter(Phase.STEP, tell=False)
         control.step += 1
+        call = self._reporter.report if is_told else self._reporter.report_nothing
         started_ns = self._clock.monotonic_ns()
-        if is_told:
-            self._reporter.report(control.step)
+        call(control.step)
         return self._clock.monotonic_ns() - started_ns
 
 

@@ -3,8 +3,9 @@
 The rank's side is measured as it is in training: read the clock, sum up the step's times, and store the report where
 another process takes it in as a launcher does (`launcher.intake`). `back to back` is without a pause. In `paced`
 the rank sleeps in between: its core has gone to sleep as well. In `after training` it trains a small model in between:
-its core is busy, and its caches hold something else. The share of a step is in `bench.telemetry_share`, the launcher's
-side in `bench.telemetry_launcher`.
+its core is busy, and its caches hold something else. Beside each stands its control, `no event`: after every other
+pause nothing is called in the place of the report, which says what of a figure is the pause, the call and the clock.
+The share of a step is in `bench.telemetry_share`, the launcher's side in `bench.telemetry_launcher`.
 
 A row whose question has a target says in its note what the target is and whether it was met. Must not: run beside
 a training.
@@ -56,11 +57,9 @@ def measure(config: BenchConfig | None = None) -> list[Row]:
     config = config or BenchConfig()
     with tempfile.TemporaryDirectory(prefix="nvrx-sre-bench-") as folder:
         return [
-            _rank_row("step event, back to back", config.num_steps, lambda: None),
-            _rank_row("step event, paced", config.num_paced_steps, _sleeping(), has_target=True),
-            _rank_row(
-                "step event, after training", config.num_paced_steps, training(SystemClock(), PACE_S), has_target=True
-            ),
+            *_rank_rows("back to back", config.num_steps, lambda: None),
+            *_rank_rows("paced", config.num_paced_steps, _sleeping(), has_target=True),
+            *_rank_rows("after training", config.num_paced_steps, training(SystemClock(), PACE_S), has_target=True),
             *share.measure(Path(folder) / "share", config.share),
             *launcher.measure(config.launcher),
             machine_row(),
@@ -88,29 +87,39 @@ def _reporter() -> Iterator[Reporter]:
             os.close(theirs.doorbell)
 
 
-def _rank_row(case: str, num_steps: int, between: Callable[[], object], *, has_target: bool = False) -> Row:
+def _rank_rows(case: str, num_steps: int, between: Callable[[], object], *, has_target: bool = False) -> list[Row]:
+    """The step event and its control."""
     with _reporter() as reporter:
-        samples_us = _report_steps(reporter, num_steps, between)
+        samples_us, control_us = _report_steps(reporter, num_steps, between)
         note = f"clock, times, store; {reporter.channel.num_dropped} of {num_steps} dropped"
     if has_target:
         median_us, p99_us = percentile(samples_us, 0.5), percentile(samples_us, 0.99)
         is_met = median_us <= STEP_MEDIAN_MAX_US and p99_us <= STEP_P99_MAX_US
         wanted = f"median at most {STEP_MEDIAN_MAX_US:.0f} us, p99 ({p99_us:.1f}) at most {STEP_P99_MAX_US:.0f} us"
         note = f"{target(wanted, is_met)}; {note}"
+    return [
+        _rank_row(f"step event, {case}", samples_us, note),
+        _rank_row(f"no event, {case}", control_us, "control: a call of nothing, in turn with the report"),
+    ]
+
+
+def _rank_row(case: str, samples_us: list[float], note: str) -> Row:
     return summarize(samples_us, bench=BENCH, contestant=CONTESTANT, case=case, ranks=1, unit="us", note=note)
 
 
-def _report_steps(reporter: Reporter, num_steps: int, between: Callable[[], object]) -> list[float]:
-    """Microseconds that each step event took."""
-    clock = SystemClock()
-    samples_us = []
+def _report_steps(reporter: Reporter, num_steps: int, between: Callable[[], object]) -> tuple[list[float], list[float]]:
+    """Microseconds that each step event took, and nothing in its place."""
+    now_ns = SystemClock().monotonic_ns
+    samples_us: list[float] = []
+    control_us: list[float] = []
     for step in range(1, num_steps + 1):
-        between()
-        reporter.pass_boundary(step)
-        started_ns = clock.monotonic_ns()
-        reporter.report(step)
-        samples_us.append((clock.monotonic_ns() - started_ns) / _NS_PER_US)
-    return samples_us
+        for call, taken_us in ((reporter.report, samples_us), (reporter.report_nothing, control_us)):
+            between()
+            reporter.pass_boundary(step)
+            started_ns = now_ns()
+            call(step)
+            taken_us.append((now_ns() - started_ns) / _NS_PER_US)
+    return samples_us, control_us
 
 
 def _sleeping() -> Callable[[], object]:

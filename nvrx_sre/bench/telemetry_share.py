@@ -7,11 +7,12 @@ about the noise), because a single comparison differs by far more than what is l
     share of a step             runs with against runs without: all of it, what the launcher does meanwhile included
     ..., processor time         the same by the processor time of the rank's thread, which leaves out being put aside
     ..., in the rank alone      step against step, of those during which the launcher did not look
-    ..., the report itself      how long it takes by the clock, which leaves out what it does to the step after it
+    ..., the report itself      how long it takes by the clock, against a call of nothing in the others: leaves out
+                                what it does to the step after it
     ..., launcher's looks       by how much a step is longer during which it looked, times looks a step
 
 `in the rank alone` and `launcher's looks` are what the first consists of, and are more exact: single steps are compared
-with their neighbours. `the report itself` is exact, and should be what the rank alone pays.
+with their neighbours. `the report itself` is the most exact, and should be what the rank alone pays.
 
 Must not: run beside anything else; run outside the main thread.
 """
@@ -34,6 +35,7 @@ from nvrx_sre.launcher.config import RunConfig
 
 SHARE_MAX_PERCENT = 0.1
 _WALL, _PROCESSOR = 1, 2
+_NOTHING = "single steps, in blocks of four, without their reports a call of nothing"
 _CONFIDENT = 1.96
 """Standard deviations on each side that hold 95 % of a normal distribution."""
 
@@ -76,7 +78,7 @@ def share_rows(measured: Measured) -> list[Row]:
         _row("share of a step", _of_runs(runs, _WALL), of_runs, has_target=True),
         _row("share of a step, processor time", _of_runs(runs, _PROCESSOR), of_runs),
         _row("share of a step, in the rank alone", _of_steps(steps), "single steps, in blocks of four"),
-        _row("share of a step, the report itself", _of_reports(steps), "single steps"),
+        _row("share of a step, the report itself", _of_reports(steps), _NOTHING),
         _row("share of a step, launcher's looks", looks, f"{num_looks} looks in {len(steps)} steps"),
     ]
 
@@ -105,8 +107,13 @@ def _of_steps(steps: Sequence[Timed]) -> list[float]:
 
 
 def _of_reports(steps: Sequence[Timed]) -> list[float]:
-    """What each report took of a step, in percent."""
-    return [100 * report_ns / (STEP_S * NS_PER_S) for is_told, _, _, report_ns in steps if is_told]
+    """By how much the reports of each block took longer than nothing in their place, in percent of a step."""
+    shares = []
+    for begin in range(0, len(steps), len(ORDER)):
+        block = steps[begin : begin + len(ORDER)]
+        longer_ns = sum(report_ns if is_told else -report_ns for is_told, _, _, report_ns in block)
+        shares.append(100 * longer_ns / (len(ORDER) / 2 * STEP_S * NS_PER_S))
+    return shares
 
 
 def _looks(steps: Sequence[Timed]) -> list[float]:

@@ -27,6 +27,8 @@ TARGETS = {
     "exit, collector gone": "at most 2 s",
 }
 
+PAUSES = ("paced", "after training")
+
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
@@ -58,6 +60,8 @@ def test_what_was_counted_is_what_was_sent(rows: dict[str, Row]) -> None:
 def test_all_that_a_rank_reports_is_taken_in(rows: dict[str, Row]) -> None:
     """Also without any pause between the reports; a share is compared over as many blocks as were asked for."""
     assert rows["step event, back to back"].note.endswith("; 0 of 200 dropped")
+    pairs = [(rows[f"step event, {case}"], rows[f"no event, {case}"]) for case in ("back to back", *PAUSES)]
+    assert [(event.n, control.n) for event, control in pairs] == [(200, 200), (50, 50), (50, 50)]
     shares = [row for case, row in rows.items() if case.startswith("share of a step")]
     assert [row.n for row in shares[:2]] == [2, 2] and all("95 % sure of " in row.note for row in shares)
     assert len(shares) == 5 and all(row.n > 0 for row in shares)
@@ -72,8 +76,8 @@ def test_a_share_says_how_sure_it_is() -> None:
     runs = [(told, 1.01 if told else 1.0, 0.909 if told else 0.9) for told in ORDER * 20]
     share, processor, alone, report, looks = share_rows({"runs": runs, "steps": steps})
     assert [row.median for row in (share, processor, alone)] == pytest.approx([1.0, 1.0, 0.01])
-    assert [row.median for row in (report, looks)] == pytest.approx([0.009, 2.0 * 2 / 120])
-    assert (share.n, alone.n, report.n, looks.n) == (20, 28, 60, 2)
+    assert [row.median for row in (report, looks)] == pytest.approx([0.0085, 2.0 * 2 / 120])
+    assert (share.n, alone.n, report.n, looks.n) == (20, 28, 30, 2)
     assert share.note.startswith(
         "target median at most 0.1 % of a step of 10 ms: MISSED; 95 % sure of 1.000 to 1.000 %;"
     )
