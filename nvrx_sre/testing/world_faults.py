@@ -65,7 +65,7 @@ def _slow(worker: SimWorker) -> None:
         return
     half_s = (config.limits.tuning.floor_s if config.tunes_deadlines else limit_s) - rng.uniform(*_JUST_IN_TIME_S)
     for child in worker.launcher.members_of(worker.generation):
-        child.slow_step = (worker.step + 2, half_s)
+        child.slow_steps[worker.generation, worker.step + 2] = half_s
 
 
 def _unfit(worker: SimWorker) -> None:

@@ -154,8 +154,8 @@ class SimWorker(SimChild):
         """(interval before, step from which the other holds, interval from there on)."""
         self.delay_s = 0.0
         """What the next step takes longer than usual."""
-        self.slow_step = (0, 0.0)
-        """A step of this generation of which each half takes so long, and how long."""
+        self.slow_steps: dict[tuple[int, int], float] = {}
+        """(generation, step) of which each half takes long, and how long (seconds)."""
         self._seconds = 0.0
         self._is_copying = False
         self._untold: tuple[SlotHeader, int] | None = None
@@ -178,7 +178,6 @@ class SimWorker(SimChild):
         """Run the training function in `generation`."""
         self.generation = generation
         self.step = 0
-        self.slow_step = (0, 0.0)
         self._untold = None
         self.is_waiting = self.has_finished = False
         self._seconds = 0.0
@@ -325,10 +324,10 @@ class SimWorker(SimChild):
         """The point of a step where planned faults strike: while the copy of the last one runs, or after it."""
         if self._injected(Phase.STEP):
             return
-        step, half_s = self.slow_step
-        if step == self.step + 1:
+        half_s = self.slow_steps.get((self.generation, self.step + 1))
+        if half_s is not None:
             self.world.reach("every rank was just in time")
-            self.later(half_s, half_s, lambda: self._pass_half(half_s))
+            self.later(half_s, half_s, functools.partial(self._pass_half, half_s))
             return
         extra_s, self.delay_s = self.delay_s, 0.0
         self.later(0.01 + extra_s, 0.04 + extra_s, self._reduce)
