@@ -36,7 +36,7 @@ from nvrx_sre.core.errors import StorageError, UserError
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase, SaveFailure
 from nvrx_sre.session.process import RankProcess
-from nvrx_sre.session.saving import Captured
+from nvrx_sre.session.saving import NOT_DUE, Captured
 
 ATTEMPT = "ranks"
 """Name of an attempt: a step of a generation is saved once."""
@@ -89,7 +89,7 @@ class RankSaver:
 
     def at_boundary(self, step: int) -> Captured:
         """Nothing is captured; a save that is due follows the report of the step."""
-        return Captured(slot=-1, durable=False, save=self.save if self.is_durable_due(step) else None)
+        return Captured(slot=-1, durable=False, save=self.save) if self.is_durable_due(step) else NOT_DUE
 
     def take_waited_ns(self) -> int:
         """Optimizers wait for nothing."""

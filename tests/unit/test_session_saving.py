@@ -18,7 +18,7 @@ from nvrx_sre.checkpoint.ring import Ring
 from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.events import messages as wire
 from nvrx_sre.session.process import HotSchedule
-from nvrx_sre.session.saving import Captured, HotSaver
+from nvrx_sre.session.saving import NOT_DUE, Captured, HotSaver
 from nvrx_sre.testing.clock import ManualClock
 
 LIMIT_S = 30.0
@@ -396,8 +396,7 @@ def test_slots_are_asked_for_before_the_first_capture_needs_them() -> None:
     """At the first boundary without a capture, once, in the size that the capture will want."""
     rank = Rank(hot_every=3)
     rank.step()
-    rank.saver.at_boundary(1)
-    rank.saver.at_boundary(2)
+    assert rank.saver.at_boundary(1) is rank.saver.at_boundary(2) is NOT_DUE
     assert len(rank.asked) == 1 and rank.slots is None
     rank.saver.at_boundary(3)
     assert rank.slots is not None and rank.asked == rank.wanted
