@@ -8,8 +8,9 @@ alone) clears nothing. A rank that waits for a peer which is still within a long
 evaluate, ...) is not judged before that peer's deadline; so an expiry is a hang of the job, unless a rank
 that is asked then says otherwise (`machine_probe`).
 
-Blame needs proof: the only rank that fell silent, else the only rank that is furthest behind; otherwise the
-root is unknown. That it did not answer is no proof of silence. Pure: times are the launcher's monotonic ones.
+Blame needs proof: the only rank that fell silent, else the only rank that is furthest behind, unless it fell
+silent with others; otherwise the root is unknown. That it did not answer is no proof of silence. Pure: times
+are the launcher's monotonic ones.
 """
 
 from __future__ import annotations
@@ -168,9 +169,12 @@ class Progress:
         if not expired:
             return None
         _, child = min(expired, key=lambda item: (item[0], item[1].number))
-        silent = self._only_silent(child, now_ns)
-        root = silent or self._only_behind()
-        return Hang(child=child, root=root, is_root_silent=silent is not None)
+        silent = self._silent(child, now_ns)
+        if len(silent) == 1:
+            return Hang(child=child, root=silent[0], is_root_silent=True)
+        behind = self._only_behind()
+        # Of several that fell silent together, as with their host, none is known to be behind the others.
+        return Hang(child=child, root=None if behind in silent else behind, is_root_silent=False)
 
     def _verdicts(self) -> list[tuple[int, Child]]:
         """(when it is judged, rank) of every rank under a deadline."""
@@ -192,10 +196,9 @@ class Progress:
     def _running(self) -> list[Child]:
         return [child for child in self._roster.seated() if child.state is ChildState.RUNNING]
 
-    def _only_silent(self, expired: Child, now_ns: int) -> Child | None:
+    def _silent(self, expired: Child, now_ns: int) -> list[Child]:
         horizon_ns = now_ns - to_ns(expired.limit_s * _SILENT_SHARE)
-        silent = [child for child in self._running() if child.heard_ns <= horizon_ns]
-        return silent[0] if len(silent) == 1 else None
+        return [child for child in self._running() if child.heard_ns <= horizon_ns]
 
     def _only_behind(self) -> Child | None:
         by_position = sorted(self._running(), key=_position)

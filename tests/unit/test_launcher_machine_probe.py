@@ -246,3 +246,19 @@ def test_ranks_of_other_nodes_are_asked_as_well() -> None:
     tick_if_due(driven)
     driven.wait(STEP_S - 0.2)
     assert not roots(driven) and len(asked(driven)) == 2
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_of_ranks_that_fell_silent_together_none_is_to_blame(is_heard: bool) -> None:
+    """Rank 2 was behind when its host and rank 1's went: of what came of either since then nobody knows."""
+    driven = DrivenMachine(num_ranks=3, num_standbys=0, limits=LIMITS)
+    driven.begin()
+    driven.step(1)
+    say(driven, 1, 2)
+    driven.wait(STEP_S)
+    answer(driven, 0, 2, age_s=STEP_S)
+    if is_heard:
+        answer(driven, 1, 2, age_s=STEP_S)
+        answer(driven, 2, 1, age_s=STEP_S)
+    driven.wait(GRACE_S)
+    assert roots(driven) == [(2 if is_heard else None, FaultClass.HANG)]
