@@ -365,7 +365,7 @@ def test_every_alert_says_what_a_woken_person_asks() -> None:
 def test_the_root_of_a_closed_incident_is_no_culprit_of_anything_else(alert: str) -> None:
     """Rank 3 failed earlier and was recovered; a woken person must not take it for the cause of what fires now."""
     levels = {(catalog.CHECKPOINT_SATURATION.name,): 1.5}
-    events = [*BEGIN, (300, "fault"), (310, "progress"), (600, "stop")]
+    events = [*BEGIN, (300, "fault"), (310, "progress"), (540, "stop")]
     rules = generate.rules_file(QUICK)
     text = promtool.alert_text(
         rules, case_of("text", [Run("mended", events, levels=levels)], (), 900), 15, (alert, 840)
