@@ -254,7 +254,7 @@ class HotSaver:
             return
         self._process.told_snapshot = ring.is_snapshot
         how = "a snapshot on the device" if ring.is_snapshot else "a few pieces of the device's memory, which is short"
-        print(f"nvrx-sre: captures of {data_bytes >> 20:,} MiB go through {how}", file=sys.stderr)
+        print(f"nvrx-sre: captures of {data_bytes / 1e6:,.1f} MB go through {how}", file=sys.stderr)
 
     def _seal(self, filling: Filling, step: int) -> None:
         """In the thread, after the copy: publish the slot, or say that nobody will."""
