@@ -85,7 +85,7 @@ class Machine:
             c.SignalReceived: self._on_signal,
             c.HaltSeen: self._on_halt,
             c.Stalled: self._on_stalled,
-            c.NodeJoined: lambda item, now_ns: self._nodes.join(item.node, item.name, now_ns, item.gpu_uuids),
+            c.NodeJoined: self._on_node_joined,
             c.NodeLost: self._on_node_lost,
             c.DeviceUnfit: self._on_device_unfit,
             c.Tick: self._on_tick,
@@ -438,6 +438,11 @@ class Machine:
     def _on_stalled(self, item: c.Stalled, now_ns: int) -> None:
         self._progress.rearm(now_ns)
         self._saves.rearm(now_ns)
+
+    def _on_node_joined(self, item: c.NodeJoined, now_ns: int) -> None:
+        refusal = self._nodes.join(item.node, item.name, now_ns, item.gpu_uuids)
+        if refusal:
+            self._shutdown.stop(ExitCode.DO_NOT_RESTART, refusal, now_ns)
 
     def _on_tick(self, item: c.Tick, now_ns: int) -> None:
         aggregate_ns = self._commits.deadline_ns()

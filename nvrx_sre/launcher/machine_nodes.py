@@ -40,21 +40,26 @@ class Nodes:
         """The launcher begins to wait."""
         self._since_ns = now_ns
 
-    def join(self, node: int, name: str, now_ns: int, gpu_uuids: tuple[str, ...] = ()) -> None:
-        """The node is there."""
+    def join(self, node: int, name: str, now_ns: int, gpu_uuids: tuple[str, ...] = ()) -> str:
+        """The node is there; why the run cannot go on with it, '' if it can."""
         job = self._job
         self._changed(now_ns)
         job.absent.discard(node)
         called = job.name_node(node, name, gpu_uuids)
         job.emit(NodeJoined(node=called, node_rank=node, missing=len(job.absent)), generation=job.pending)
         if job.stage is Stage.STOPPING:
-            return
+            return ""
         self._saves.start_writer(now_ns, node)
         self._recovery.refill_standbys(now_ns)
         if job.stage is Stage.FORMING:
-            if job.left_out:
+            if job.left_out or job.history.excluded:  # which an earlier launcher may have done on this node
                 self._recovery.take_back_nodes(now_ns)
             self._recovery.fill(now_ns, job.ranks_on(node))
+        num_devices = job.num_devices_of(job.left_out)
+        if job.is_enough(num_devices):
+            return ""
+        excluded = ", ".join(job.history.excluded)
+        return f"{num_devices} ranks are too few without excluded devices ({excluded}); `nvrx-sre resume` takes them in"
 
     def lose(self, node: int, reason: str, now_ns: int) -> list[Child]:
         """The node is gone; the children that are lost with it, workers first, by rank."""

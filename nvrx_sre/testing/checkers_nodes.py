@@ -57,6 +57,8 @@ class _Nodes:
     excluded: set[str] = field(default_factory=set)
     due: set[str] = field(default_factory=set)
     """Nodes that were there when the newest fault was decided on."""
+    backoff_until_ns: int = 0
+    """Until then nobody waits for a node."""
 
     def apply(self, record: Record) -> None:
         """Fold one record."""
@@ -74,7 +76,7 @@ class _Nodes:
         self.num_ranks, self.num_least, self.num_nodes = event.nproc, event.min_world_size, event.num_nodes
 
     def on_joined(self, record: Record, event: schema.NodeJoined) -> None:
-        waited_ns = record.time_ns - self.since_ns
+        waited_ns = record.time_ns - max(self.since_ns, self.backoff_until_ns)
         if (
             event.node not in self.left_out
             and waited_ns > to_ns(max(self.rules.grace_s, self.rules.join_s)) + _STALL_NS
@@ -95,6 +97,7 @@ class _Nodes:
 
     def on_decided(self, record: Record, event: schema.RestartDecided) -> None:
         self.due = set(self.there)
+        self.backoff_until_ns = record.time_ns + to_ns(event.backoff_s)
 
     def on_excluded(self, record: Record, event: schema.RankExcluded) -> None:
         self.excluded.add(event.device)

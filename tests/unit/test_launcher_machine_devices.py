@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events import schema
-from nvrx_sre.events.schema import FaultClass
+from nvrx_sre.events.schema import FaultClass, Record
 from nvrx_sre.launcher import commands as c
+from nvrx_sre.policy.history import History
 from nvrx_sre.testing.driven import DrivenMachine
 
 UUIDS = tuple(f"GPU-{index}" for index in range(4))
@@ -111,3 +113,32 @@ def test_a_node_that_joins_brings_its_uuids() -> None:
     driven.feed(c.DeviceUnfit(node=1, index=0, reason="device GPU-c is unfit"))
     driven.raise_in(0, 2)
     assert [event.device for event in driven.events(schema.RankExcluded)] == ["host1/GPU-c"]
+
+
+def with_past(**settings: object) -> DrivenMachine:
+    """A later launcher of a run over two nodes, in which the second one's first device was excluded."""
+    history = History()
+    event = schema.RankExcluded(device="host1/GPU-c", reason="it was the root three times", world_size=3)
+    history.apply(Record(run="run", epoch=1, generation=1, rank=2, seq=1, time_ns=1, event=event))
+    return machine(num_nodes=2, gpu_uuids=("GPU-a", "GPU-b"), history=history, **settings)
+
+
+def test_an_excluded_device_of_another_node_stays_excluded() -> None:
+    """Its name is known once the node has joined, and the first world of a later launcher does without it."""
+    driven = with_past()
+    driven.feed(c.NodeJoined(node=1, name="host1", gpu_uuids=("GPU-c", "GPU-d")))
+    driven.num_ranks = 3
+    driven.begin()
+    (formed,) = driven.events(schema.GenerationFormed)
+    assert formed.devices == ["node/GPU-a", "node/GPU-b", "host1/GPU-d"]
+
+
+def test_a_run_that_needs_an_excluded_device_says_so() -> None:
+    """It was asked for more ranks than are left: retrying it changes nothing until an operator resumes it."""
+    driven = with_past(min_world_size=4)
+    driven.feed(c.NodeJoined(node=1, name="host1", gpu_uuids=("GPU-c", "GPU-d")))
+    for spawn in driven.all(c.Spawn):
+        driven.feed(c.Spawned(child=spawn.child, pid=100 + spawn.child, start_ticks=1))
+        driven.feed(c.Exited(child=spawn.child, exit_code=0, signal=None, exited_ns=driven.now_ns, oom=False))
+    (stop,) = driven.all(c.Stop)
+    assert (stop.exit_code, "host1/GPU-c" in stop.reason) == (ExitCode.DO_NOT_RESTART, True)
