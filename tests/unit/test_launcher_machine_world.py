@@ -188,7 +188,7 @@ def test_without_room_the_device_is_kept(settings: dict[str, object]) -> None:
     blame(driven)
     assert not driven.events(schema.RankExcluded)
     reason = driven.events(schema.RestartDecided)[-1].reason
-    assert reason == "killed: attempt 3 without progress, no cap reached; from an older checkpoint"
+    assert reason == "killed: attempt 3 without progress, no cap reached; from step 0, no checkpoint is durable yet"
 
 
 def test_c35_exception_that_repeats_on_one_rank_never_costs_its_device() -> None:
