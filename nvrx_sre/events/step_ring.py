@@ -77,21 +77,24 @@ class StepRing:
 
     @classmethod
     def create(cls) -> StepRing:
-        """An empty ring, whose size nobody can change. Raises `OSError` if there is no descriptor or memory left."""
+        """An empty ring, whose size nobody can change. Raises `OSError` if there is no descriptor or memory left.
+
+        Has its pages mapped at once, as the other end: what a launcher holds does not grow with the steps it has read.
+        """
         fd = os.memfd_create("nvrx-steps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, RING_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return cls(mmap.mmap(fd, RING_BYTES), fd)
+            return cls(mmap.mmap(fd, RING_BYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), fd)
         except OSError:
             os.close(fd)
             raise
 
     @classmethod
     def map(cls, fd: int) -> StepRing:
-        """The ring behind `fd`, which is closed. Raises `OSError` or `ValueError` if there is none.
+        """The ring behind `fd`, which is closed; its pages are mapped at once, so that no step pays for one.
 
-        Has its pages mapped at once, so that no step pays for one.
+        Raises `OSError` or `ValueError` if there is none.
         """
         try:
             return cls(mmap.mmap(fd, RING_BYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), -1)

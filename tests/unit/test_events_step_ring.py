@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -86,6 +87,21 @@ def test_a_full_ring_keeps_the_newest_step_in_the_place_of_the_one_before(ends: 
     assert ends.taken() == [*range(1, NUM_STEPS), NUM_STEPS + 4]
     ends.put(NUM_STEPS + 5, NUM_STEPS + 5)
     assert ends.taken() == [NUM_STEPS + 5] and ends.rank.num_replaced == 4
+
+
+def num_shared_bytes() -> int:
+    """Shared memory that this process has mapped and touched."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssShmem")) * 1024
+
+
+def test_what_an_end_holds_does_not_grow_with_the_steps(ends: Ends) -> None:
+    """Each end has the pages of the whole ring from the beginning."""
+    held = num_shared_bytes()
+    assert held >= 2 * step_ring.RING_BYTES
+    ends.put(1, NUM_STEPS)
+    assert len(ends.taken()) == NUM_STEPS
+    assert num_shared_bytes() == held
 
 
 def test_the_launcher_is_called_at_half_full(ends: Ends) -> None:
