@@ -38,7 +38,9 @@ class Kept:
     def __init__(self, tracked: Mapping[str, object], fixed: Sequence[Source]) -> None:
         self._loaders = {name: item for name, item in tracking.objects(tracked) if _is_loader(item)}
         self._small = [source for source in fixed if _is_small(source)]
-        self._copies = [torch.empty_like(source.tensor) for source in self._small]
+        self._copies = [
+            torch.empty_like(source.tensor, requires_grad=source.tensor.requires_grad) for source in self._small
+        ]
         copied = {id(source.tensor) for source in self._small}
         self._watched = watched(source.tensor for source in fixed if id(source.tensor) not in copied)
         self._versions: list[int] = []
@@ -58,8 +60,9 @@ class Kept:
             torch._foreach_copy_(self._copies, [source.tensor for source in self._small])
 
     def know_values(self) -> None:
-        """Values may be exchanged and put back from here on. Reads all of them."""
-        self._values = self._digests()
+        """Values may be exchanged and put back from here on. Reads all of them, once, unless they have changed."""
+        if not self._values and not self.has_changed():
+            self._values = self._digests()
 
     def has_changed(self) -> bool:
         """True if a tensor that was not copied is known to be another."""

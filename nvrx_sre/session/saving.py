@@ -117,17 +117,18 @@ class HotSaver:
         """The script may change by hand what is tracked. Blocks until the newest step's state is copied.
 
         Also that of a step whose capture was not due: it may be the last one, and at the end its state could be gone.
-        Where no slot is free it is left to the end.
+        Where no slot is free, or the next step has begun, it is left to the end.
         """
         left_out = self._left_out
-        if left_out is not None and not left_out.is_begun:
-            clock = self._process.control.clock
+        if left_out is not None and not left_out.is_gone:
+            clock, kept = self._process.control.clock, self._capturer.kept
             started_ns = clock.monotonic_ns()
-            if self._capture(left_out.step, durable=False, waits=False) >= 0:
-                self._left_out = None
-            else:
+            stays = left_out.is_begun or kept.has_changed()
+            if stays or self._capture(left_out.step, durable=False, waits=False, kept=kept) < 0:
                 left_out.is_begun = True
-                self._capturer.kept.know_values()
+                kept.know_values()
+            else:
+                self._left_out = None
             self._waited_ns += clock.monotonic_ns() - started_ns
         self._wait_copied()
 

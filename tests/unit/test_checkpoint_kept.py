@@ -106,3 +106,13 @@ def test_values_that_were_exchanged_and_put_back_have_not_changed(training: Trai
         assert kept.has_changed()
         training.model.load_state_dict(own)
         assert kept.has_changed() is not is_known
+
+
+def test_a_copy_has_the_layout_of_what_it_was_made_of() -> None:
+    """Another would have new slots made for the last step: of a tensor that asks for a gradient, the copy does too."""
+    capturer = Capturer({"model": nn.Linear(2, 2), "prompt": torch.zeros(4, requires_grad=True)})
+    capturer.refresh()
+    layout = capturer.layout
+    capturer.kept.keep()
+    capturer.refresh(capturer.kept)
+    assert capturer.layout is layout

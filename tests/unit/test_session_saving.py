@@ -345,21 +345,37 @@ def test_a_state_that_is_gone_is_not_saved_as_the_last_step(
     rank.close()
 
 
-def test_weights_that_were_exchanged_while_no_slot_was_free_are_saved_if_they_are_back() -> None:
-    """An evaluation with averaged weights that could not be preceded by a capture."""
+@pytest.mark.parametrize("why", ["no slot", "batch fetched"])
+def test_weights_that_were_exchanged_without_a_capture_are_saved_if_they_are_back(why: str) -> None:
+    """Two evaluations with averaged weights, the second begun inside the first; no capture could precede them."""
     rank = Rank(hot_every=10)
-    rank.is_full = True
+    rank.is_full = why == "no slot"
     rank.step()
     rank.saver.at_boundary(1)
+    if why == "batch fetched":
+        rank.saver.begin_step()
     rank.saver.let_change()
     committed = rank.model.weight.detach().clone()
     change_by_hand(rank)
+    rank.saver.let_change()
     with torch.no_grad():
         rank.model.weight.copy_(committed)
     rank.is_full = False
     rank.saver.finish(1)
     assert [item.step for item in rank.told] == [1]
     assert torch.equal(rank.stored(0)["model.weight"], committed)
+    rank.close()
+
+
+def test_an_evaluation_behind_a_change_by_hand_captures_nothing() -> None:
+    """What is there is not the state of the commit any more, whatever the place of the next change."""
+    rank = Rank(hot_every=10)
+    rank.step()
+    rank.saver.at_boundary(1)
+    change_by_hand(rank)
+    rank.saver.let_change()
+    rank.saver.finish(1)
+    assert rank.saver.num_captured == 0 and rank.told == []
     rank.close()
 
 
