@@ -6,7 +6,7 @@
 A capture can be too dear for each step, and which step was the last one shows only at the end. By then the script may
 have fetched a batch more or looked at its model; what that changes is kept here, and `Capturer.refresh` takes it in the
 place of what is there now. Parameters stay where they are. A change of their values is seen by their version
-counters, so one through `.data` is not, nor one by `torch._foreach_` calls on DTensors, which do not count (torch 2.13);
+counters, so one through `.data` is not, nor one by `torch._foreach_` calls on DTensors, which do not count;
 where values are known as well, one that was taken back is none. Other objects with a state and plain values are neither
 kept nor looked at: to ask them at each boundary could cost any time.
 
