@@ -52,7 +52,8 @@ class Nodes:
         self._saves.start_writer(now_ns, node)
         self._recovery.refill_standbys(now_ns)
         if job.stage is Stage.FORMING:
-            if job.left_out or job.history.excluded:  # which an earlier launcher may have done on this node
+            # An earlier launcher may have excluded a device of it, or it be another host than the planned world has.
+            if job.left_out or job.history.excluded or self._recovery.is_changing_world:
                 self._recovery.take_back_nodes(now_ns)
             self._recovery.fill(now_ns, job.ranks_on(node))
         num_devices = job.num_devices_of(job.left_out)

@@ -246,11 +246,12 @@ class Recovery:
         self._saves.flush(self._commits.sealed, now_ns)
 
     def take_back_nodes(self, now_ns: int) -> None:
-        """Nodes that have come back take part from the next generation on."""
+        """Nodes that have come back, or came in another's place, take part from the next generation on."""
         job = self._job
         job.left_out &= job.absent
         devices = job.devices_without("")
-        if devices != job.devices and self._next_devices is None:
+        planned = job.devices if self._next_devices is None else self._next_devices
+        if devices != planned:
             self.plan(devices, now_ns)
 
     def _is_waiting_for_save(self, now_ns: int) -> bool:

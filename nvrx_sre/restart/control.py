@@ -139,11 +139,11 @@ class RankControl:
                 if self._interrupted < generation:
                     go = self._go
                     assert go is not None
-                    self._generation = go.generation
                     # Counted from the same point on every rank, old process or new: the launcher compares them.
                     self.step = self.progress = 0
                     # What comes before the group is the training function's own, not the teardown that ended before.
                     self._phase, self._phase_told = (Phase.INIT, self.clock.monotonic_ns()), ""
+                    self._generation = go.generation  # last, and read first: what is told of it is its own
                     return go
                 skipped, generation = self._interrupted, self._interrupted + 1
             self.send(wire.Acked(generation=skipped, mono_ns=self.clock.monotonic_ns()))
@@ -260,7 +260,7 @@ class RankControl:
 
     def _tell_alive(self, probe: int = 0) -> None:
         # Progress is stamped before it is counted, and read the other way round: what is counted is no older.
-        step, progress = self.step, self.progress
+        generation, step, progress = self._generation, self.step, self.progress
         phase, entered_ns = self._phase
         newest_ns = max(entered_ns, self._point_ns)
         now_ns = self.clock.monotonic_ns()
@@ -268,7 +268,7 @@ class RankControl:
             self._phase_told = phase
             self.channel.send_nowait(
                 wire.Entered(
-                    generation=self._generation,
+                    generation=generation,
                     phase=phase,
                     step=step,
                     mono_ns=entered_ns,
@@ -277,7 +277,7 @@ class RankControl:
             )
         self.channel.send_nowait(
             wire.Alive(
-                generation=self._generation,
+                generation=generation,
                 step=step,
                 progress=progress,
                 mono_ns=now_ns,

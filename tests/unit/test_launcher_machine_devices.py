@@ -142,3 +142,22 @@ def test_a_run_that_needs_an_excluded_device_says_so() -> None:
         driven.feed(c.Exited(child=spawn.child, exit_code=0, signal=None, exited_ns=driven.now_ns, oom=False))
     (stop,) = driven.all(c.Stop)
     assert (stop.exit_code, "host1/GPU-c" in stop.reason) == (ExitCode.DO_NOT_RESTART, True)
+
+
+def test_a_host_that_comes_instead_of_a_planned_one_is_in_the_next_world() -> None:
+    """The world without the unfit device was planned when the host went: its name is in no world that begins later."""
+    driven = machine(num_nodes=2, gpu_uuids=("GPU-a", "GPU-b"))
+    driven.feed(c.NodeJoined(node=1, name="host1", gpu_uuids=("GPU-c", "GPU-d")))
+    driven.begin()
+    driven.step(1)
+    driven.feed(c.DeviceUnfit(node=0, index=1, reason=WHY))
+    driven.raise_in(0, 2)
+    driven.lose(1)
+    driven.feed(c.NodeJoined(node=1, name="host9", gpu_uuids=("GPU-e", "GPU-f")))
+    driven.leave_generation(0, 1)
+    driven.num_ranks = 3
+    for spawn in [item for item in driven.all(c.Spawn) if item.node == 1 and item.rank is not None][-2:]:
+        driven.start_child(spawn.child)
+        driven.make_ready(spawn.child)
+    driven.restore()
+    assert driven.events(schema.GenerationFormed)[-1].devices == ["node/GPU-a", "host9/GPU-e", "host9/GPU-f"]

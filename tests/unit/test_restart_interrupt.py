@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -163,6 +163,43 @@ def test_the_age_is_that_of_the_newest_progress(rank: tuple[RankControl, Channel
     alive = receive(launcher, wire.Alive)
     control.armed = None
     assert alive.mono_ns - alive.age_ns == entered.mono_ns == alive.mono_ns - entered.age_ns
+
+
+class Turning(SystemClock):
+    """Something else may happen whenever it is read, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.happens: Callable[[], object] | None = None
+        self.monotonic_ns = self._read  # type: ignore[method-assign]  # the real one is no method
+
+    def _read(self) -> int:
+        happens, self.happens = self.happens, None
+        if happens is not None:
+            happens()
+        return SystemClock.monotonic_ns()
+
+
+def test_what_is_told_of_a_generation_is_its_own() -> None:
+    """The main thread goes into the next one while the monitor writes: steps of the last never count in it."""
+    launcher, theirs = create_pair()
+    clock = Turning()
+    control = RankControl(theirs, clock, SIGNAL)
+    for generation in (1, 2):
+        go = {"world_size": 1, "store_host": "", "store_port": 0, "candidates": [], "require_restore": False}
+        launcher.send(wire.Go(generation=generation, passes={}, hot_every=1, **go))  # type: ignore[arg-type]  # plain
+    launcher.send(wire.Probe(number=1))
+    control._receive()
+    control.wait_go(1)
+    control.step = 7
+    control._receive()
+    clock.happens = lambda: control.wait_go(2)
+    control._receive()
+    alive = receive(launcher, wire.Alive)
+    assert isinstance(alive, wire.Alive)
+    assert (alive.generation, alive.step) == (1, 7)
+    launcher.close()
+    theirs.close()
 
 
 def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, Channel]) -> None:
