@@ -33,6 +33,9 @@ from nvrx_sre.checkpoint.tracked import Source
 COPIED_BYTES_MAX = 64 * 1024
 """Buffers up to this are copied: running statistics are below it; what is larger (masks, tables) hardly changes."""
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
+
 
 class Kept:
     """Of one generation's tracked objects; made once, kept again and again. `fixed`: their `tracking.fixed_sources`."""
@@ -43,10 +46,11 @@ class Kept:
         self._copies = [
             torch.empty_like(source.tensor, requires_grad=source.tensor.requires_grad) for source in self._small
         ]
+        self._alike = _alike(self._copies, [source.tensor for source in self._small])
         copied = {id(source.tensor) for source in self._small}
         self._watched = watched(source.tensor for source in fixed if id(source.tensor) not in copied)
         self._versions: list[int] = []
-        self._values: list[bytes] = []
+        self._values: bytes = b""
         self.random: dict[str, Any] | None = None
         self.positions: dict[str, Any] = {}
         """State of each tracked loader by name."""
@@ -57,9 +61,9 @@ class Kept:
         self.random = rng.get_state()
         self.positions = {name: loader.state_dict() for name, loader in self._loaders.items()}
         self._versions = [tensor._version for tensor in self._watched]
-        self._values = []
-        if self._small:
-            torch._foreach_copy_(self._copies, [source.tensor for source in self._small])
+        self._values = b""
+        for copies, tensors in self._alike:
+            torch._foreach_copy_(copies, tensors)
 
     def know_values(self) -> None:
         """Values may be exchanged and put back from here on. Reads all of them, once, unless they have changed."""
@@ -81,8 +85,13 @@ class Kept:
         ]
 
     @torch.no_grad()
-    def _digests(self) -> list[bytes]:
-        return [_digest(tensor) for tensor in self._watched if not isinstance(tensor, DTensor)]
+    def _digests(self) -> bytes:
+        """One of each tensor; those of a device are made there, and waited for together."""
+        own = [tensor for tensor in self._watched if not isinstance(tensor, DTensor)]
+        here = [_words(tensor).numpy().data for tensor in own if tensor.device.type == "cpu"]
+        sums = [_words(tensor).sum(dtype=torch.int64) for tensor in own if tensor.device.type != "cpu"]
+        there = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+        return b"".join(map(xxhash.xxh3_128_digest, here)) + there
 
 
 @torch.no_grad()
@@ -103,5 +112,17 @@ def _is_small(source: Source) -> bool:
     return tensor.numel() * tensor.element_size() <= COPIED_BYTES_MAX
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+def _alike(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[_Pairs]:
+    """Copies and their tensors by type and device: only such are copied in one go."""
+    found: dict[tuple[torch.dtype, torch.device], _Pairs] = {}
+    for copy, tensor in zip(copies, tensors, strict=True):
+        pair = found.setdefault((tensor.dtype, tensor.device), ([], []))
+        pair[0].append(copy)
+        pair[1].append(tensor)
+    return list(found.values())
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of the elements as whole numbers, `[N]`."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(_WORDS[flat.real.element_size()])

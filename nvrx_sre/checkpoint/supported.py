@@ -108,6 +108,8 @@ def _refusal(tensor: torch.Tensor) -> str:
             return f"shard of tensor subclass {type(tensor).__name__}"
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}".replace("torch.", "")
+    if tensor.is_inference():
+        return "made in torch.inference_mode(), where nothing can be restored into it"
     return "on the meta device: give it memory before ctx.restore()" if tensor.is_meta else ""
 
 

@@ -356,15 +356,17 @@ def test_what_cannot_be_saved_is_named_at_once() -> None:
     """One message with every name, before training."""
     model = nn.Module()
     model.good = nn.Parameter(torch.ones(2))
-    model.lazy = nn.LazyLinear(3)
+    model.lazy = nn.LazyLinear(3, bias=False)
     model.far = nn.Linear(2, 2, device="meta")
+    with torch.inference_mode():
+        model.fixed = nn.Linear(2, 2, bias=False)
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     model.register_buffer("more", torch.eye(3).to_sparse())
     with pytest.raises(UserError) as caught:
         check({"model": model})
     text = str(caught.value)
-    for part in ("model.lazy.weight (not initialised", "model.far.weight (on the", "model.sparse (layout sparse"):
-        assert part in text
+    for part in ("lazy.weight (not initialised", "far.weight (on the", "fixed.weight (made in", "sparse (layout sparse"):
+        assert f"model.{part}" in text
     assert "and 1 more" in text and "model.good" not in text
 
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nvrx_sre.checkpoint.capture import Capturer, parse_blob, slot_views
-from nvrx_sre.checkpoint.kept import COPIED_BYTES_MAX, Kept
+from nvrx_sre.checkpoint.kept import COPIED_BYTES_MAX, Kept, _words
 from nvrx_sre.checkpoint.slots import SlotFile
+from nvrx_sre.checkpoint.tracked import fixed_sources
 from nvrx_sre.session.loading import follow_loaders
 
 
@@ -116,3 +117,24 @@ def test_a_copy_has_the_layout_of_what_it_was_made_of() -> None:
     capturer.kept.keep()
     capturer.refresh(capturer.kept)
     assert capturer.layout is layout
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+def test_values_of_each_type_are_known(dtype: torch.dtype) -> None:
+    """Also of a part of a larger memory that begins and ends at odd places, and on a device, which adds up words."""
+    whole = torch.arange(99).remainder(2).to(dtype)
+    model = nn.Module()
+    model.register_parameter("odd", nn.Parameter(whole[3:98], requires_grad=False))
+    kept = Kept({"model": model}, fixed_sources({"model": model}))
+    own = model.odd.detach().clone()
+    words = _words(model.odd)
+    assert (words.numel(), words.sum(dtype=torch.int64) != 0) == (95 * (2 if dtype.is_complex else 1), True)
+    kept.keep()
+    kept.know_values()
+    with torch.no_grad():
+        model.odd.copy_(own.roll(1))
+        assert kept.has_changed()
+        model.odd.copy_(own)
+    assert not kept.has_changed()
