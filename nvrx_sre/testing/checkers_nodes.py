@@ -58,7 +58,7 @@ class _Nodes:
     due: set[str] = field(default_factory=set)
     """Nodes that were there when the newest fault was decided on."""
     backoff_until_ns: int = 0
-    """Until then nobody waits for a node."""
+    """Until then no generation is formed, which would tell that a node was given up."""
 
     def apply(self, record: Record) -> None:
         """Fold one record."""
