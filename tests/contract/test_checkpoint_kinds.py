@@ -365,7 +365,7 @@ def test_what_cannot_be_saved_is_named_at_once() -> None:
     with pytest.raises(UserError) as caught:
         check({"model": model})
     text = str(caught.value)
-    for part in ("lazy.weight (not initialised", "far.weight (on the", "fixed.weight (made in", "sparse (layout sparse"):
+    for part in ("lazy.weight (not initialised", "far.weight (on", "fixed.weight (made in", "sparse (layout sparse"):
         assert f"model.{part}" in text
     assert "and 1 more" in text and "model.good" not in text
 
