@@ -149,7 +149,7 @@ def crash_loops(v: Values) -> list[Run]:
         Run(
             "attempts-far-apart",
             slow,
-            {CRASH: [(1680, END)], LOW: [(1140 + v.budget_low_for_s, END)], OVERDUE: [(1742, END)]},
+            {CRASH: [(1680, END)], LOW: [(1140 + v.budget_low_for_s, END)], OVERDUE: [(1682 + STEP_S, END)]},
         ),
         Run(
             "loop-before-the-first-step",
@@ -847,7 +847,7 @@ def clocks(v: Values) -> list[Run]:
     late = [(700, "start"), (760, "train")]
     skewed, later = {SKEWED: [(60, END)]}, {SKEWED: [(700, END)]}
     stop, fault = [*BEGIN, (600, "stop")], [*BEGIN, (600, "fault")]
-    step, limit = v.stalled_ratio * DEADLINES["step"], v.recovery_overdue_ratio * RECOVERY_S
+    step, limit = v.stalled_ratio * STEP_S, v.recovery_overdue_ratio * RECOVERY_S
     forming = v.rendezvous_ratio * DEADLINES["rendezvous"] + v.rendezvous_for_s
     ahead, behind = {"ahead_s": 300.0}, {"ahead_s": -300.0, "pods": (("pod-0", 690, END),)}
     loop = (catalog.LAUNCHER_LOOP.name,)
