@@ -6,8 +6,11 @@ import os
 import threading
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from nvrx_sre.restart.abort import ProcessGroups
 from nvrx_sre.restart.ended_groups import EndedGroups
@@ -131,7 +134,14 @@ def test_a_group_that_was_formed_during_an_abort_is_aborted_too() -> None:
     assert (slow.num_aborted, late.num_aborted) == (1, 1)
 
 
-def test_groups_are_forgotten_while_they_are_aborted() -> None:
+@pytest.fixture
+def torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test wraps in torch is taken off again: it would hold every group of the tests after it."""
+    for owner, name in ((c10d, "_new_process_group_helper"), (DeviceMesh, "_setup_world_group_and_device")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def test_groups_are_forgotten_while_they_are_aborted(torch_as_it_was: None) -> None:
     """The next generation forms its group at once, under the names of the first; nothing of the old one is left."""
     groups = ProcessGroups(aborts_beside=True)
     for _ in range(2):
