@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,6 +23,7 @@ from nvrx_sre.monitoring.values import Values
 from nvrx_sre.telemetry.catalog import RankMetrics
 from tests import stories
 from tests.integration import launched
+from tests.integration.leader_loop import free_port
 from tests.live import told_runs
 
 pytestmark = pytest.mark.live
@@ -40,6 +39,8 @@ RETENTION = ("--save-every", "4", "--on-busy", "wait", "--keep", "2")
 GPU = "rank {{rank}} {{node}}"
 EMPTY_WHEN_HEALTHY: dict[tuple[str, str, str], str] = {
     ("run", "Open incident", "{{fault}}, rank {{rank}} {{node}}"): "open",
+    **{(board.slug, "Incident opened", "{{run}}: incident"): "open" for board in boards()},
+    ("run", "What changed", "changed"): "troubled",
     ("run", "Outages", "p95"): "troubled",
     ("run", "Detection", "p95"): "troubled",
     ("recovery", "Outages", "p95"): "troubled",
@@ -48,6 +49,8 @@ EMPTY_WHEN_HEALTHY: dict[tuple[str, str, str], str] = {
     ("checkpoints", "Parts of a save", "p95"): "troubled",
     ("checkpoints", "Deletions by retention", "p95"): "troubled",
     ("checkpoints", "Rejected", "Number"): "troubled",
+    ("checkpoints", "Skipped", "Number"): "troubled",
+    ("checkpoints", "Failed", "Number"): "troubled",
     ("ranks", "GPU utilisation", GPU): "troubled",
     ("ranks", "GPU memory", GPU): "troubled",
     ("ranks", "GPU temperature", GPU): "troubled",
@@ -59,7 +62,8 @@ EMPTY_WHEN_HEALTHY: dict[tuple[str, str, str], str] = {
     ("ranks", "Steps", "least"): "summary",
 }
 """(board, panel or annotation, legend) -> the told run that fills it: more incidents than a short run has, a broken
-checkpoint, GPUs, more ranks than fit one by one; an incident may be over before the next scrape."""
+checkpoint, a save that a fault met, more time, GPUs, more ranks than fit one by one; an incident may be over before the
+next scrape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,30 +190,27 @@ def real(
 ) -> Iterator[Real]:
     """A stack that has scraped two real runs from begin to end: one recovers from two faults, one is halted.
 
-    They wait for the writer, so that no save is skipped on a loaded machine: retention has something to delete.
+    They wait for the writer, so that no save is skipped on a loaded machine: retention has something to delete. The one
+    that recovers has no standby: a cold start is long enough to be scraped. Both begin when they are scraped already.
     """
     directory, start_s = tmp_path_factory.mktemp("runs"), told_runs.start_s(0.0)
     faults = {
         "recovers": ("exception@1:10", "sigkill@0:18"),
         "loops": ("exception@1:10x*",),
     }
-    started = {}
-    for name, specs in faults.items():
-        arguments = launched.train_arguments(directory / name, *(word for spec in specs for word in ("--fault", spec)))
-        arguments[arguments.index("--metrics-linger") + 1] = "60"
-        started[name] = launched.start([*arguments, "--step-deadline", "20", *RETENTION])
-    urls = [_metrics_url(directory / name, started[name]) for name in faults]
-    targets = tuple(ScrapeTarget(url=url) for url in urls)
+    ports = {name: free_port() for name in faults}
+    targets = tuple(ScrapeTarget(url=f"http://127.0.0.1:{port}/metrics") for port in ports.values())
     with MonitoringStack(StackConfig(targets=targets, scrape_interval_s=SCRAPE_S)) as stack:
+        started = {}
+        for name, specs in faults.items():
+            planned = [word for spec in specs for word in ("--fault", spec)]
+            arguments = launched.train_arguments(directory / name, *planned)
+            arguments[arguments.index("--metrics-linger") + 1] = "60"
+            standbys = ("--standbys", "0") if name == "recovers" else ()
+            options = (*standbys, "--metrics-port", str(ports[name]), "--step-deadline", "20", *RETENTION)
+            started[name] = launched.start([*arguments, *options])
         ended = {name: launched.finish(started[name], directory / name) for name in faults}
         yield stack, start_s, ended
-
-
-def _metrics_url(run_dir: Path, popen: Any) -> str:
-    """Where the run serves its metrics, once it does."""
-    launched.wait_for(run_dir, popen, lambda _: (run_dir / "metrics.json").is_file())
-    url: str = json.loads((run_dir / "metrics.json").read_text())["url"]
-    return url
 
 
 @pytest.mark.slow
