@@ -18,7 +18,7 @@ import torch
 
 
 def get_state() -> dict[str, Any]:
-    """State of all generators, JSON-ready. About 20 kB of text, 30 us."""
+    """State of all generators, JSON-ready. About 20 kB of text, 65 us, half of it for numpy's."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
