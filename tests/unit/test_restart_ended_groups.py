@@ -12,8 +12,16 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from nvrx_sre.restart import ended_groups
 from nvrx_sre.restart.abort import ProcessGroups
 from nvrx_sre.restart.ended_groups import EndedGroups
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that are ending are waited for however busy the machine is."""
+    monkeypatch.setattr(ended_groups, "JOIN_S", 60.0)
+    monkeypatch.setattr(ended_groups, "JOIN_ABORTED_S", 60.0)
 
 
 class SlowToEnd:
@@ -39,7 +47,7 @@ class _Group:
         self._owner.has_ended.set()
 
 
-def test_groups_end_beside_the_main_thread() -> None:
+def test_groups_end_beside_the_main_thread(patient: None) -> None:
     """Who lets go of a group does not wait for its end, and the next to let go waits for it."""
     slow = SlowToEnd()
     ended = EndedGroups()
@@ -52,7 +60,7 @@ def test_groups_end_beside_the_main_thread() -> None:
     assert ended.let_go() == ""
 
 
-def test_a_process_whose_groups_do_not_end_is_unfit() -> None:
+def test_a_process_whose_groups_do_not_end_is_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold threads, sockets and memory; the groups that came after them are not given up."""
     slow, later = SlowToEnd(), SlowToEnd()
     later.may_end.set()
@@ -64,6 +72,7 @@ def test_a_process_whose_groups_do_not_end_is_unfit() -> None:
     assert not later.has_ended.is_set()
     slow.may_end.set()
     assert slow.has_ended.wait(60)
+    monkeypatch.setattr(ended_groups, "JOIN_S", 60.0)
     assert ended.let_go() == ""
     assert later.has_ended.wait(60)
 
@@ -100,10 +109,11 @@ class SlowToAbort:
         raise RuntimeError("it was half built")
 
 
-def test_nobody_waits_for_an_abort_but_the_end_of_its_groups() -> None:
+def test_nobody_waits_for_an_abort_but_the_end_of_its_groups(patient: None) -> None:
     """Asked again meanwhile it is not begun twice; the groups are freed when it is over, whatever it raised."""
-    slow, group = SlowToAbort(), SlowToEnd()
+    slow, group, next_group = SlowToAbort(), SlowToEnd(), SlowToEnd()
     group.may_end.set()
+    next_group.may_end.set()
     ended = EndedGroups()
     ended.abort([slow])  # type: ignore[list-item]  # stands for a group
     ended.abort([slow])  # type: ignore[list-item]  # stands for a group
@@ -114,7 +124,9 @@ def test_nobody_waits_for_an_abort_but_the_end_of_its_groups() -> None:
     assert group.has_ended.wait(60)
     assert slow.num_aborted == 1
     ended.abort([slow])  # type: ignore[list-item]  # stands for a group
+    ended.add([next_group.group()])
     assert ended.let_go() == ""
+    assert next_group.has_ended.wait(60)
     assert slow.num_aborted == 2
 
 
@@ -141,7 +153,7 @@ def torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
-def test_groups_are_forgotten_while_they_are_aborted(torch_as_it_was: None) -> None:
+def test_groups_are_forgotten_while_they_are_aborted(torch_as_it_was: None, patient: None) -> None:
     """The next generation forms its group at once, under the names of the first; nothing of the old one is left."""
     groups = ProcessGroups(aborts_beside=True)
     for _ in range(2):
