@@ -13,6 +13,7 @@ from __future__ import annotations
 from nvrx_sre.monitoring.promql import duration, number, one_of, recorded
 from nvrx_sre.monitoring.recordings import MAX_ACTIVE, MAX_HALTED, Readings
 from nvrx_sre.monitoring.rule import FOR_LONG, AlertRule, RecordingRule, lookup
+from nvrx_sre.monitoring.situation import DRAIN_LIMIT, WITHIN_STEP
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import RunState
 
@@ -29,7 +30,6 @@ STARTUP_PHASES = ("init", "rendezvous", "rebuild", "load", "first_step")
 RECOVERY_PHASES = ("teardown", *STARTUP_PHASES)
 STEADY_PHASES = ("step", "data", "evaluate", "save", "finalize")
 """Phases between two steps, in which only a fault or the watchdog ends a wait."""
-WITHIN_STEP = ("step", "data")
 PAST_RENDEZVOUS = (RunState.RESTORING, RunState.TRAINING)
 
 
@@ -223,7 +223,7 @@ def _run_stalled(read: Readings) -> AlertRule:
 
 def _drains(read: Readings) -> str:
     """A save is in flight, or was a moment ago: a run that has done its steps waits for the last one, within limits."""
-    limit = read.top(catalog.LIMIT, limit="deadlines.final_drain_s")
+    limit = read.top(catalog.LIMIT, limit=DRAIN_LIMIT)
     window = duration(read.values.last_save_window_s)
     saving = f"(max_over_time({read.of(catalog.SAVE_STARTED)}[{window}]) > 0)"
     return f"{saving} and {read.on} {read.age(read.of(catalog.LAST_STEP))} <= {read.on} {limit}"
@@ -232,8 +232,8 @@ def _drains(read: Readings) -> str:
 def _step_limit(read: Readings) -> str:
     """How long a run that works may be without a step.
 
-    A wait for data is part of the phase `step` in what a run exports, and has its own deadline. A step that tells of
-    its progress (`ctx.tick`) may take longer than either: then as long as the newest ones did.
+    A step that tells of its progress (`ctx.tick`) may take longer than `step` and `data`: then as long as the newest
+    ones did.
     """
     deadlines = read.of(catalog.PHASE_DEADLINE, phase=WITHIN_STEP)
     return f"max {read.by} ({deadlines} or {read.of(catalog.STEP_SECONDS)})"

@@ -7,7 +7,7 @@ top. What a dead launcher said last is remembered for `MEMORY_S`: a run whose po
 - crash loop: as many attempts without progress as the run's own limit allows.
 - stuck in rendezvous: in it for half its deadline, beyond which the launcher itself acts.
 - stalled: no step, new or redone, for longer than the deadline of the phase in force allows: the watchdog should have
-  acted and did not.
+  acted and did not. A run that has done its steps may wait for its last save.
 - silent: no live series, though the run has not ended.
 
 How long something lasts is judged by the run's own clock, as of its newest scrape (`Query.age`).
@@ -30,7 +30,10 @@ STUCK_RATIO = 0.5
 """Share of the rendezvous deadline: a formation takes seconds, at the deadline the launcher acts."""
 STALLED_RATIO = 1.5
 """Over the phase's deadline: room for the launcher's own reaction and two scrapes."""
+WITHIN_STEP = ("step", "data")
+"""A wait for data is part of the phase `step` in what a run exports, and has its own deadline."""
 CRASH_LOOP_LIMIT = "caps.crash_loop_attempts"
+DRAIN_LIMIT = "deadlines.final_drain_s"
 FLAPPING_WINDOW = "30m"
 
 
@@ -107,17 +110,34 @@ class Signals:
     @property
     def deadline(self) -> str:
         """Progress deadline in force: of rendezvous while the run waits in it (a rank that has not come is still in the
-        phase before), else of the phase; that of a step where the phase has none."""
+        phase before), of a step within one, else of the phase; that of a step where the phase has none."""
         limits = self.q.latest(catalog.PHASE_DEADLINE, "phase", memory_s=MEMORY_S)
         phases = self.q.latest(catalog.PHASE_ENTERED, "phase", memory_s=MEMORY_S)
         newest = self.q.latest(catalog.PHASE_ENTERED, memory_s=MEMORY_S)
-        step = self.q.latest(catalog.PHASE_DEADLINE, memory_s=MEMORY_S, phase="step")
         keys = self.q.keys()
         in_force = (
             f"max by {keys} ({limits} and on {self.q.keys('phase')} ({phases} == on {keys} group_left () {newest}))"
         )
         forming = self.q.latest(catalog.PHASE_DEADLINE, memory_s=MEMORY_S, phase="rendezvous")
-        return f"({forming} and {self.within('rendezvous')} or {in_force} or {step})"
+        stepping = f"({self.q.latest(catalog.PHASE_ENTERED, memory_s=MEMORY_S, phase='step')} == on {keys} {newest})"
+        step = self._step_limit
+        return f"({forming} and {self.within('rendezvous')} or {step} and {stepping} or {in_force} or {step})"
+
+    @property
+    def _step_limit(self) -> str:
+        """How long a run that works may be without a step: the longer of `step` and `data`, or as long as its newest
+        steps took, where they tell of their progress."""
+        deadlines = self.q.latest(catalog.PHASE_DEADLINE, memory_s=MEMORY_S, phase=WITHIN_STEP)
+        took = self.q.latest(catalog.STEP_SECONDS, memory_s=MEMORY_S)
+        return f"({took} > {deadlines} or {deadlines})"
+
+    @property
+    def drains(self) -> str:
+        """A save is in flight and the newest step not older than a last save may take."""
+        saving = f"(({self.q.live(catalog.SAVE_STARTED, memory_s=MEMORY_S)}) > 0)"
+        steps = self.q.latest(catalog.LAST_STEP, memory_s=MEMORY_S)
+        limit = self.q.latest(catalog.LIMIT, memory_s=MEMORY_S, limit=DRAIN_LIMIT)
+        return f"({saving} and {self.q.age(steps)} <= {limit})"
 
     @property
     def idle_since(self) -> str:
@@ -148,7 +168,7 @@ def situation(q: Query) -> str:
         Situation.CRASH_LOOP: f"({signals.opened} and {signals.attempts} >= ({limit} > 0))",
         Situation.SILENT: f"({q.latest(catalog.RUN_STATE_ENTERED, memory_s=MEMORY_S)} unless {live})",
         Situation.RENDEZVOUS_STUCK: f"({q.age(signals.within('rendezvous'))} > {stuck})",
-        Situation.STALLED: overdue,
+        Situation.STALLED: f"({overdue} unless {signals.drains})",
         Situation.FLAPPING: f"({flapping} > 0)",
         Situation.RECOVERING: signals.opened,
         Situation.STARTING: signals.within("starting", "rendezvous", "restoring"),

@@ -14,7 +14,7 @@ from nvrx_sre.goodput.verdict import RunState
 from nvrx_sre.monitoring.dashboard_run import rows
 from nvrx_sre.monitoring.promql import Query, recorded
 from nvrx_sre.monitoring.recordings import recording_rules
-from nvrx_sre.monitoring.situation import Situation, situation
+from nvrx_sre.monitoring.situation import DRAIN_LIMIT, Situation, situation
 from nvrx_sre.monitoring.values import Values
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.metric import Metric
@@ -100,12 +100,34 @@ def word(name: str, wanted: Situation, values: dict[str, str], at: str = AT) -> 
     return Case(name=name, expr=situation(Q), value=float(wanted), series=values, at=at)
 
 
+DATA_LIMIT, STEP_SECONDS = series(catalog.PHASE_DEADLINE, phase="data"), series(catalog.STEP_SECONDS)
+
+
+def without_step(more: dict[str, str]) -> dict[str, str]:
+    """A run that trains, whose newest step is 200 s old, which is beyond the deadline of a step."""
+    return exported("training", 60, last_step=constant(400)) | more
+
+
+def last_save(limit_s: float, started_s: float = 405) -> dict[str, str]:
+    """A durable save in flight, and how long the last one may keep a run that is done."""
+    return {
+        series(catalog.SAVE_STARTED): constant(started_s),
+        series(catalog.LIMIT, limit=DRAIN_LIMIT): constant(limit_s),
+    }
+
+
 VERDICTS = [
     word("training", Situation.TRAINING, exported("training", 60)),
     word("a formation that takes seconds", Situation.STARTING, exported("rendezvous", 580)),
     word("half of the deadline is gone", Situation.RENDEZVOUS_STUCK, exported("rendezvous", 560)),
     word("no step for one deadline", Situation.TRAINING, exported("training", 60, last_step=constant(520))),
     word("no step for longer than that", Situation.STALLED, exported("training", 60, last_step=constant(500))),
+    word("a wait for data, which may take longer", Situation.TRAINING, without_step({DATA_LIMIT: constant(300)})),
+    word("that long is too long for data as well", Situation.STALLED, without_step({DATA_LIMIT: constant(120)})),
+    word("steps that take long and tell so", Situation.TRAINING, without_step({STEP_SECONDS: constant(280)})),
+    word("a last save that is within its limit", Situation.TRAINING, without_step(last_save(250))),
+    word("a last save that takes too long", Situation.STALLED, without_step(last_save(190))),
+    word("done with its steps, and no save", Situation.STALLED, without_step(last_save(250, started_s=0))),
     word("one attempt", Situation.RECOVERING, exported("recovering", 590, opened=constant(585), attempts=constant(1))),
     word("two attempts", Situation.RECOVERING, exported("backoff", 590, opened=constant(585), attempts=constant(2))),
     word("three attempts", Situation.CRASH_LOOP, exported("backoff", 590, opened=constant(500), attempts=constant(3))),
