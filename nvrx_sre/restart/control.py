@@ -177,6 +177,7 @@ class RankControl:
         """From now on an interrupt of `generation` is raised here. Raises it if it has already come."""
         self.armed = generation
         if self._interrupted >= generation:
+            self._last_raise_ns = self.clock.monotonic_ns()
             raise Interrupted(generation)
 
     @property
@@ -259,12 +260,14 @@ class RankControl:
         return True
 
     def _tell_alive(self, probe: int = 0) -> None:
+        # A generation is armed when all else of it is set, and read first: nothing of the one before is told as its own.
+        armed = self.armed
         # Progress is stamped before it is counted, and read the other way round: what is counted is no older.
         generation, step, progress = self._generation, self.step, self.progress
         phase, entered_ns = self._phase
         newest_ns = max(entered_ns, self._point_ns)
         now_ns = self.clock.monotonic_ns()
-        if self.armed is not None and phase != self._phase_told:
+        if armed is not None and phase != self._phase_told:
             self._phase_told = phase
             self.channel.send_nowait(
                 wire.Entered(

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import resource
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,8 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     if request.param != "memory":
         yield tmp_path
         return
-    path = IN_MEMORY / f"nvrx-test-{os.getpid()}"
-    path.mkdir()
+    path = Path(tempfile.mkdtemp(prefix="nvrx-test-", dir=IN_MEMORY))
     yield path
     for item in path.iterdir():
         item.unlink()

@@ -17,7 +17,7 @@ from nvrx_sre.events.schema import BudgetReset, HaltReason, LauncherStopped, Rec
 from nvrx_sre.launcher.rundir import RunDirectory
 from tests.stories import RUN, exception_story
 
-SYNC_S = 10.0
+SYNC_S = 60.0
 DEAD_PID = 2**30
 """Above what the kernel gives out."""
 

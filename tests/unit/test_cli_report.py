@@ -139,6 +139,12 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "step 5/10" in output.getvalue() and "━" in output.getvalue()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is queued is shown before the end, however busy the machine is."""
+    monkeypatch.setattr(report, "CLOSE_TIMEOUT_S", 60.0)
+
+
 class _StuckFile(io.StringIO):
     """A terminal that does not read until it is released."""
 
@@ -179,7 +185,7 @@ def test_a_terminal_that_is_gone_is_no_error() -> None:
     for step in range(50):
         reporter(_steps(step, at_s=float(step)))
     reporter.close()
-    assert not any(thread.name == "nvrx-terminal" for thread in threading.enumerate())
+    assert not reporter._thread.is_alive()
 
 
 SUMMARY: dict[str, Any] = {

@@ -19,6 +19,7 @@ from nvrx_sre.launcher.devices import RECOVERY_ACTIONS, UNFIT_XIDS, DeviceReadin
 from nvrx_sre.launcher.nvml import MAX_XIDS, Nvml
 from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.labels import Component
+from tests.patience import PATIENCE_S
 
 UUIDS = ("GPU-5f2e0c9a-0000-0000-0000-000000000000", "GPU-5f77d1b3-0000-0000-0000-000000000001")
 NOT_SUPPORTED, TIMEOUT, GPU_IS_LOST = 3, 10, 15
@@ -234,12 +235,15 @@ def test_devices_are_those_that_cuda_shows(chosen: str | None, expected: tuple[s
 
 
 @pytest.fixture
-def watches() -> Iterator[list[DeviceWatch]]:
-    """Watches that are closed with the test."""
+def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DeviceWatch]]:
+    """Watches that have ended with the test, however busy the machine is."""
+    monkeypatch.setattr(device_watch, "FIRST_S", PATIENCE_S)
     started: list[DeviceWatch] = []
     yield started
     for watch in started:
         watch.close()
+        watch._thread.join(PATIENCE_S)
+        assert not watch._thread.is_alive()
 
 
 def boundary() -> Boundary:
@@ -270,15 +274,16 @@ def test_a_device_stays_unfit_for_its_first_reason(watches: list[DeviceWatch]) -
     assert totals.errors["ecc_uncorrected"] == 2, "what was there before the launcher is not its runs'"
 
 
-def test_a_watch_reads_in_its_thread_and_lets_go(watches: list[DeviceWatch]) -> None:
+def test_a_watch_reads_in_its_thread_and_lets_go(watches: list[DeviceWatch], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first reading is there when `first` returns; closing ends the thread and the library."""
     answers = Answers()
     watch = DeviceWatch({}, boundary(), lambda: Nvml(answers))
     watches.append(watch)
     assert watch.first() == UUIDS
+    monkeypatch.setattr(device_watch, "XID_S", PATIENCE_S)
     watch.close()
     assert answers.is_shut
-    assert "nvrx-devices" not in {thread.name for thread in threading.enumerate()}
+    assert not watch._thread.is_alive()
 
 
 def test_a_driver_that_hangs_holds_nobody_up(watches: list[DeviceWatch], monkeypatch: pytest.MonkeyPatch) -> None:

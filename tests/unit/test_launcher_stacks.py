@@ -19,6 +19,7 @@ from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.events.channel import Channel, create_pair
 from nvrx_sre.events.schema import Role
 from nvrx_sre.events.settings import TRACE_MARK
+from nvrx_sre.launcher import process, stacks
 from nvrx_sre.launcher.process import Child
 from nvrx_sre.launcher.stacks import MAX_BYTES, MAX_GENERATIONS, MAX_INCIDENTS, NOTHING, StackFile, StackKeeper
 from nvrx_sre.restart import flight_recorder
@@ -26,10 +27,18 @@ from nvrx_sre.restart.stacks import OwnStacks, other_threads
 from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.redact import Redactor
+from tests.patience import PATIENCE_S
 
 SECRET = "s3cr3t-value"
 NUM_REQUESTS = 2000
 """With faulthandler's all threads the process crashed after 150 to 550."""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is asked, and the thread that writes, are waited for however busy the machine is."""
+    monkeypatch.setattr(process, "STACKS_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(stacks, "CLOSE_S", PATIENCE_S)
 
 
 @pytest.fixture

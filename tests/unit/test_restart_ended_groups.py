@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nvrx_sre.restart import ended_groups
 from nvrx_sre.restart.abort import ProcessGroups
 from nvrx_sre.restart.ended_groups import EndedGroups
+from tests.patience import wait_until
 
 
 @pytest.fixture
@@ -88,7 +89,8 @@ def test_a_gloo_group_that_was_let_go_leaves_no_thread() -> None:
     ended.let_go()
     while ended.let_go():
         continue
-    assert made and not made & native_threads()
+    assert made
+    wait_until(lambda: not made & native_threads(), "a thread that was joined is gone")
 
 
 def native_threads() -> set[str]:

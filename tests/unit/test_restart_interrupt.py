@@ -15,7 +15,8 @@ from nvrx_sre.core.errors import Interrupted, RestartAborted
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.channel import Channel, create_pair
 from nvrx_sre.events.schema import Phase
-from nvrx_sre.restart.control import RankControl
+from nvrx_sre.restart.control import REDELIVERY_S, RankControl
+from nvrx_sre.testing.clock import ManualClock
 
 SIGNAL = signal.SIGRTMIN + 6
 
@@ -31,11 +32,18 @@ class Aborts:
 
 
 @pytest.fixture
-def rank() -> Iterator[tuple[RankControl, Channel]]:
-    """A control with its monitor running, and the launcher's end of its channel."""
+def clock() -> ManualClock:
+    """It stands: an interrupt that was raised is not raised again before the test lets time pass."""
+    return ManualClock(start_ns=10**9)
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Iterator[tuple[RankControl, Channel]]:
+    """A control with its monitor running, and the launcher's end of its channel; by the test's clock, if it has one."""
     ours, theirs = create_pair()
     old = signal.getsignal(SIGNAL)
-    control = RankControl(theirs, SystemClock(), SIGNAL)
+    clock = request.getfixturevalue("clock") if "clock" in request.fixturenames else SystemClock()
+    control = RankControl(theirs, clock, SIGNAL)
     control.install()
     yield control, ours
     ours.send(wire.Leave())
@@ -56,7 +64,7 @@ def receive(channel: Channel, kind: type[wire.Message]) -> wire.Message:
             return received[0]
 
 
-def test_interrupt_wakes_a_wait_in_the_main_thread(rank: tuple[RankControl, Channel]) -> None:
+def test_interrupt_wakes_a_wait_in_the_main_thread(clock: ManualClock, rank: tuple[RankControl, Channel]) -> None:
     """A wait without a timeout ends with `Interrupted` of the armed generation; groups are aborted by the monitor."""
     control, launcher = rank
     control.groups = aborts = Aborts()
@@ -80,7 +88,7 @@ def test_interrupt_of_another_generation_is_not_delivered(rank: tuple[RankContro
     assert control.interrupted == 3
 
 
-def test_interrupt_waits_for_the_end_of_atomic(rank: tuple[RankControl, Channel]) -> None:
+def test_interrupt_waits_for_the_end_of_atomic(clock: ManualClock, rank: tuple[RankControl, Channel]) -> None:
     """Inside `atomic` nothing is raised; the interrupt comes right after it."""
     control, launcher = rank
     done = []
@@ -110,17 +118,24 @@ def go_for(generation: int) -> wire.Go:
     )
 
 
-def test_a_swallowed_interrupt_comes_again(rank: tuple[RankControl, Channel]) -> None:
-    """Code that catches everything once does not lose the interrupt."""
+@pytest.mark.parametrize("has_come", [True, False])
+def test_a_swallowed_interrupt_comes_again(
+    has_come: bool, clock: ManualClock, rank: tuple[RankControl, Channel]
+) -> None:
+    """Code that catches everything once does not lose the interrupt, and is not hit again while it does."""
     control, launcher = rank
     swallowed = 0
     launcher.send(wire.Interrupt(generation=1))
+    if has_come:
+        control.wait_interrupted(1)
     with pytest.raises(Interrupted):
         try:
             control.arm(1)
             threading.Event().wait()
         except BaseException:
             swallowed += 1
+            signal.pthread_kill(threading.get_ident(), SIGNAL)
+        clock.advance(REDELIVERY_S)
         threading.Event().wait()
     control.armed = None
     assert swallowed == 1
@@ -208,6 +223,8 @@ def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, Cha
     control.arm(1)
     control.enter(Phase.DATA, tell=False)
     entered = receive(launcher, wire.Entered)
+    while entered.phase != Phase.DATA:  # from before
+        entered = receive(launcher, wire.Entered)
     control.armed = None
     assert isinstance(entered, wire.Entered) and entered.phase == "data"
 

@@ -65,8 +65,8 @@ def test_a_cut_fails_no_send_before_every_rank_has_left() -> None:
     groups.clear()
     for _ in range(3):
         peer.sendall(b"y")
-    peer.setblocking(False)
     assert peer.recv(1) == b"x"
+    peer.setblocking(False)
     with pytest.raises(BlockingIOError):
         peer.recv(1)
     groups.release()

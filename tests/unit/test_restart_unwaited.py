@@ -13,13 +13,19 @@ from torch._C._distributed_c10d import _get_work_registry_size as num_unwaited
 
 from nvrx_sre.core.errors import Interrupted
 from nvrx_sre.restart.unwaited import wait_for_the_unwaited
+from tests.patience import wait_until
 
 GENERATION = 1
 
 
-def resources() -> tuple[int, int]:
-    """Descriptors and native threads of this process."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+def descriptors() -> set[str]:
+    """Of this process."""
+    return set(os.listdir("/proc/self/fd"))
+
+
+def native_threads() -> set[str]:
+    """The same."""
+    return set(os.listdir("/proc/self/task"))
 
 
 def interrupted_in_between() -> None:
@@ -51,10 +57,12 @@ def no_group() -> Iterator[None]:
 def test_what_an_interrupt_cut_off_is_let_go(no_group: None) -> None:
     """Ten interrupts between a collective and its wait: no descriptor and no thread more than after the first."""
     generation()
-    first = resources()
+    first_descriptors, first_threads = descriptors(), native_threads()
     for _ in range(10):
         generation()
-    assert (resources(), num_unwaited()) == (first, 0)
+    assert num_unwaited() == 0
+    assert not descriptors() - first_descriptors
+    wait_until(lambda: not native_threads() - first_threads, "threads that were joined are gone")
 
 
 def test_nothing_is_searched_where_everything_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

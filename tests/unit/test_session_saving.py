@@ -21,7 +21,7 @@ from nvrx_sre.session.process import HotSchedule
 from nvrx_sre.session.saving import NOT_DUE, Captured, HotSaver
 from nvrx_sre.testing.clock import ManualClock
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 class Rank:
@@ -238,6 +238,7 @@ def test_a_change_by_something_else_voids_the_capture(
 
 def test_c16_the_end_of_a_generation_lets_the_copy_finish_and_leaves_nothing(rank: Rank, gate: Gate) -> None:
     """Interrupted between the commit and the seal: the step is sealed all the same, under its own generation."""
+    before = set(threading.enumerate())
     rank.saver.at_boundary(1)
     closing = threading.Thread(target=rank.saver.close)
     closing.start()
@@ -248,7 +249,7 @@ def test_c16_the_end_of_a_generation_lets_the_copy_finish_and_leaves_nothing(ran
     assert rank.slots is not None
     header = rank.slots.header(0)
     assert header is not None and (header.generation, header.step) == (1, 1)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("nvrx-capture")]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("nvrx-capture")]
     assert not rank.optimizer._optimizer_step_pre_hooks
 
 

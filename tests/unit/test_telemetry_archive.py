@@ -28,7 +28,7 @@ from nvrx_sre.telemetry.metric import Scope
 from nvrx_sre.testing.clock import ManualClock
 from tests.stories import RUN, begin, crash_loop_story, exception_story, lost_launcher_story, ns
 
-SYNC_S = 10.0
+SYNC_S = 60.0
 
 
 def write_run(root: Path, directory: str, records: list[Record], *, run: str = RUN, rotate_at: int = 0) -> Path:

@@ -18,7 +18,7 @@ from nvrx_sre.telemetry import endpoint
 from nvrx_sre.telemetry.endpoint import EndpointSecurity, MetricsServer
 from tests.certificates import Certificate, make_certificate
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 USER = "prometheus:a-long-password"
 
 
