@@ -269,15 +269,15 @@ class RankControl:
         now_ns = self.clock.monotonic_ns()
         if armed is not None and phase != self._phase_told:
             self._phase_told = phase
-            self.channel.send_nowait(
-                wire.Entered(
-                    generation=generation,
-                    phase=phase,
-                    step=step,
-                    mono_ns=entered_ns,
-                    age_ns=now_ns - entered_ns,
-                )
+            entered = wire.Entered(
+                generation=generation,
+                phase=phase,
+                step=step,
+                mono_ns=entered_ns,
+                age_ns=now_ns - entered_ns,
             )
+            if not self.channel.send_nowait(entered) and self._phase_told == phase:
+                self._phase_told = ""  # no room: with the next sign of life, if the phase lasts until then
         self.channel.send_nowait(
             wire.Alive(
                 generation=generation,

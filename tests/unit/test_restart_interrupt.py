@@ -229,6 +229,27 @@ def test_a_lasting_phase_is_reported_by_the_monitor(rank: tuple[RankControl, Cha
     assert isinstance(entered, wire.Entered) and entered.phase == "data"
 
 
+def test_a_phase_that_found_no_room_is_told_later() -> None:
+    """The launcher takes nothing in for a while: the phase is not given up as told, and told once."""
+    launcher, theirs = create_pair()
+    launcher.socket.setblocking(False)
+    control = RankControl(theirs, ManualClock(), SIGNAL)
+    control.arm(1)
+    control.enter(Phase.DATA, tell=False)
+    num_filling = 0
+    while theirs.send_nowait(wire.Hello(pid=1, start_ticks=1, mono_ns=0)):
+        num_filling += 1
+    control._tell_alive()
+    for _ in range(num_filling):
+        receive(launcher, wire.Hello)
+    control._tell_alive()
+    control._tell_alive()
+    told = [received[0] for _ in range(3) if (received := launcher.receive()) is not None]
+    launcher.close()
+    theirs.close()
+    assert [type(message) for message in told] == [wire.Entered, wire.Alive, wire.Alive]
+
+
 def test_a_generation_does_not_begin_in_the_teardown_before(rank: tuple[RankControl, Channel]) -> None:
     """What lasts before the group is formed is init, under its deadline: a peer that waits for it is not to blame."""
     control, launcher = rank
