@@ -29,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from nvrx_sre.checkpoint import supported
 from nvrx_sre.checkpoint import tracked as tracking
 from nvrx_sre.checkpoint.filling import DeviceFilling, Filling, HostFilling
+from nvrx_sre.checkpoint.fixed import Fixed
 from nvrx_sre.checkpoint.kept import Kept, watched
 from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem, from_text, pack, text_hash
 from nvrx_sre.checkpoint.ring import Gatherer, Ring
@@ -62,14 +63,14 @@ class Capturer:
         self._gatherer: Gatherer | None = None
         self._late_device = torch.device("cpu")
         self._problems = problems
-        self._fixed: list[Source] | None = None
+        self._fixed = Fixed(tracked)
         self._kept: Kept | None = None
-        self._names: dict[torch.Tensor, str] = {}
-        self._groups: dict[str, list[list[str]]] = {}
         self._sources: list[Source] = []
         self._is_late: list[bool] = []
         """Of each source: it is left to `Filling.copy`."""
         self._layout = Layout(())
+        self._forms: list[tuple[torch.dtype, torch.Size]] = []
+        """Of each source when the layout was made: a module that is cast keeps its tensors and changes these."""
         self._blob: bytes | None = None
         self._slot_file: SlotFile | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
@@ -97,16 +98,16 @@ class Capturer:
 
     @property
     def kept(self) -> Kept:
-        """For a state that no slot takes."""
-        if self._kept is None:
-            self._kept = Kept(self._tracked, self._fixed_sources())
+        """The newest state that `keep` was called for."""
+        assert self._kept is not None
         return self._kept
 
-    def _fixed_sources(self) -> list[Source]:
-        if self._fixed is None:
-            self._fixed = tracking.fixed_sources(self._tracked)
-            self._names = tracking.parameter_names(self._tracked)
-        return self._fixed
+    def keep(self) -> None:
+        """No slot takes the state as it is now: keep of it what is cheap."""
+        fixed = self._fixed.sources()
+        if self._kept is None or self._kept.fixed is not fixed:
+            self._kept = Kept(self._tracked, fixed)
+        self._kept.keep()
 
     @torch.no_grad()
     def refresh(self, kept: Kept | None = None) -> None:
@@ -114,18 +115,17 @@ class Capturer:
 
         `kept`: what it holds is taken instead. Raises `UserError` for state that cannot be saved.
         """
-        fixed = self._fixed_sources()
-        sources = list(fixed) if kept is None else kept.put_in(fixed)
-        scalars = {}
+        fixed = self._fixed.sources()
+        sources = list(fixed) if kept is None else kept.put_in()
+        scalars, groups = {}, {}
         trained: set[int] = set()
         for name, optimizer in tracking.optimizers(self._tracked):
-            if len(self._groups.get(name, ())) != len(optimizer.param_groups):
-                self._groups[name] = tracking.group_names(name, optimizer, self._names)
-            found, scalars[name] = tracking.optimizer_sources(name, optimizer, self._names)
+            groups[name] = tracking.group_names(name, optimizer, self._fixed.names)
+            found, scalars[name] = tracking.optimizer_sources(name, optimizer, self._fixed.names)
             sources += found
             trained.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         instead = (kept.random, kept.positions) if kept is not None else ()
-        state, big = tracking.small_state(self._tracked, self._groups, scalars, *instead)
+        state, big = tracking.small_state(self._tracked, groups, scalars, *instead)
         sources += big
         if not self._is_known(sources):
             self._set_layout(sources)
@@ -233,8 +233,8 @@ class Capturer:
         return late
 
     def _is_known(self, sources: list[Source]) -> bool:
-        """True if no tensor appeared, vanished or changed its shape since the layout was made."""
-        if len(sources) != len(self._sources):
+        """True if no tensor appeared, vanished or changed its type or shape since the layout was made."""
+        if len(sources) != len(self._sources) or [_form(source) for source in sources] != self._forms:
             return False
         return all(_same_item(new, old) for new, old in zip(sources, self._sources, strict=True))
 
@@ -246,6 +246,7 @@ class Capturer:
         if layout.hash != self._layout.hash:
             self._forget_slots()
         self._layout = layout
+        self._forms = [_form(source) for source in sources]
 
     def _choose_road(self, sources: list[Source]) -> None:
         """Through the ring if most bytes are on its device: offloaded state would only take the longer way."""
@@ -326,14 +327,17 @@ def _is_late(source: Source, trained: set[int], device: torch.device) -> bool:
     return (is_trained or source.role is ItemRole.OPTIMIZER) and source.tensor.device == device
 
 
+def _form(source: Source) -> tuple[torch.dtype, torch.Size]:
+    return source.tensor.dtype, source.tensor.shape
+
+
 def _same_item(new: Source, old: Source) -> bool:
-    """True if both give the same layout item: one tensor, or a plain one that took the other's place."""
+    """True if both, of one form, give the same layout item: one tensor, or a plain one that took the other's place."""
     if new is old or (new.tensor is old.tensor and new.fqn == old.fqn):
         return True
     if isinstance(new.tensor, DTensor) or isinstance(old.tensor, DTensor):
         return False
-    same_form = new.tensor.shape == old.tensor.shape and new.tensor.dtype == old.tensor.dtype
-    return same_form and new.fqn == old.fqn and new.tensor.requires_grad == old.tensor.requires_grad
+    return new.fqn == old.fqn and new.tensor.requires_grad == old.tensor.requires_grad
 
 
 def layout_item(source: Source) -> LayoutItem:

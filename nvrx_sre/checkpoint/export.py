@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -147,6 +148,7 @@ def _state_dict(checkpoint: _Stored) -> dict[str, Any]:
         entry = result.setdefault(name, {}).setdefault("state", {})
         for parameter, values in _plain(encoding.decode(optimizer["scalars"], whole.__getitem__)).items():
             entry.setdefault(parameter, {}).update(values)
+        entry.update(_plain(encoding.decode(optimizer.get("shared", {}), whole.__getitem__)))
         result[name]["param_groups"] = [
             {**_plain(encoding.decode(group["options"], whole.__getitem__)), "params": group["names"]}
             for group in optimizer["groups"]
@@ -173,9 +175,9 @@ def _plain(value: Any) -> Any:
         return value.item()
     if type(value) in (list, tuple):
         return type(value)(_plain(item) for item in value)
-    if type(value) is dict:
+    if isinstance(value, dict) and not isinstance(value, Counter):
         return {key: _plain(item) for key, item in value.items()}
-    return value
+    return bytes(value) if isinstance(value, bytearray) else value
 
 
 def _num_elements(shape: tuple[int, ...]) -> int:

@@ -85,7 +85,7 @@ def _check_optimizers(
         parameters = {parameter for group in groups for parameter in group}
         prefix = f"{name}.state."
         for key in stored:
-            if key.startswith(prefix) and key.removeprefix(prefix).rpartition(".")[0] in parameters:
+            if key.startswith(prefix) and tracking.split_state_key(key.removeprefix(prefix), parameters):
                 keys.add(key)
     return keys
 

@@ -185,9 +185,10 @@ def _optimizer_targets(
     for key, tensor in stored.items():
         if not key.startswith(prefix):
             continue
-        parameter_name, _, state_key = key.removeprefix(prefix).rpartition(".")
-        if parameter_name not in parameters:
+        found = tracking.split_state_key(key.removeprefix(prefix), parameters)
+        if found is None:
             raise Mismatch(f"it holds {key}, which is not tracked here")
+        parameter_name, state_key = found
         parameter, group = parameters[parameter_name]
         made.setdefault(parameter_name, {})[state_key] = (key, _empty_state(parameter, group, tensor))
     return made
@@ -224,6 +225,7 @@ def _install_optimizer(
     targets: Targets,
 ) -> None:
     scalars = encoding.decode(state["scalars"], targets.big)
+    optimizer.state.update(encoding.decode(state.get("shared", {}), targets.big))
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
         group.update(encoding.decode(saved["options"], targets.big))
         for parameter in group["params"]:

@@ -41,6 +41,7 @@ class Kept:
     """Of one generation's tracked objects; made once, kept again and again. `fixed`: their `tracking.fixed_sources`."""
 
     def __init__(self, tracked: Mapping[str, object], fixed: Sequence[Source]) -> None:
+        self.fixed = fixed
         self._loaders = {name: item for name, item in tracking.objects(tracked) if _is_loader(item)}
         self._small = [source for source in fixed if _is_small(source)]
         self._copies = [
@@ -76,12 +77,12 @@ class Kept:
             return False
         return not self._values or self._values != self._digests()
 
-    def put_in(self, sources: Sequence[Source]) -> list[Source]:
-        """The sources with the copies in the places of what they were made of."""
+    def put_in(self) -> list[Source]:
+        """`fixed` with the copies in the places of what they were made of."""
         copies = {id(source.tensor): copy for source, copy in zip(self._small, self._copies, strict=True)}
         return [
             replace(source, tensor=copies[id(source.tensor)]) if id(source.tensor) in copies else source
-            for source in sources
+            for source in self.fixed
         ]
 
     @torch.no_grad()

@@ -2,7 +2,8 @@
 
     slots       plain tensors, and DTensors whose shards are contiguous blocks of the whole: both tiers
     the ranks   what a slot cannot hold at every step (`RANKS_ONLY`): the durable tier alone, at the step boundary
-    refused     everything else, before training, in one message: a state that is saved in part is worse than none
+    refused     everything else, before training, in one message: a state that is saved in part is worse than none;
+                so is what a `state_dict` of somebody's own adds to tensors and `torch.optim`'s state
 
 Asked before training (`check`), and again for what comes into being later. Must not: run a collective, touch data.
 """
@@ -19,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from nvrx_sre.checkpoint import tracked as tracking
+from nvrx_sre.checkpoint.routes import local_of
 from nvrx_sre.core.errors import UserError
 
 NUM_NAMED = 5
@@ -30,12 +32,13 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 def check(tracked: Mapping[str, object]) -> list[str]:
     """'name (kind)' of whatever only the ranks can save, as far as it exists yet; [] if slots hold it all.
 
-    Raises `UserError` that names whatever cannot be saved at all.
+    Raises `UserError` that names whatever cannot be saved at all. Calls state dicts that modules have of their own.
     """
     wrappers = fsdp1_wrappers(tracked)
     inside = {id(tensor) for module in wrappers.values() for tensor in (*module.parameters(), *module.buffers())}
     others = [source for source in tracking.fixed_sources(tracked) if id(source.tensor) not in inside]
     refuse(refusals(others))
+    _refuse_hidden_state(tracked)
     found = [(source.fqn, kind_for_ranks(source.tensor)) for source in others]
     return [f"{path} (FSDP1 wrapper)" for path in wrappers] + [f"{fqn} ({kind})" for fqn, kind in found if kind]
 
@@ -51,6 +54,45 @@ def fsdp1_wrappers(tracked: Mapping[str, object]) -> dict[str, FullyShardedDataP
             ):
                 found[full] = inner
     return found
+
+
+def _refuse_hidden_state(tracked: Mapping[str, object]) -> None:
+    """Raise `UserError` for what only a `state_dict` of the object's own knows: nothing here calls it at a capture."""
+    for name, optimizer in tracking.optimizers(tracked):
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            raise UserError(
+                f"optimizer {name!r} cannot be saved: {type(optimizer).__name__} has a state_dict() of its own; "
+                "use one that keeps all its state in `state` and `param_groups`"
+            )
+    for name, module in tracking.modules(tracked):
+        for path, inner in module.named_modules():
+            hidden = sorted(_hidden_keys(inner))
+            if hidden:
+                raise UserError(
+                    f"module {f'{name}.{path}'.rstrip('.')!r} cannot be saved: state_dict() of {type(inner).__name__} "
+                    f"adds {listed(hidden)}: make it a buffer, or return it from get_extra_state()"
+                )
+
+
+def _hidden_keys(module: nn.Module) -> set[str]:
+    """Keys of the module's state dict that are neither a parameter, a buffer nor extra state."""
+    if type(module).state_dict is not nn.Module.state_dict:
+        state = module.state_dict()
+    elif type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+        state = {}
+        module._save_to_state_dict(state, "", False)
+    else:
+        return set()
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    places = {local_of(tensor).data_ptr() for _, tensor in tensors}
+    unnamed = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    for key, _ in tensors:
+        unnamed.pop(key, None)
+    return {
+        key
+        for key, value in unnamed.items()
+        if not isinstance(value, torch.Tensor) or local_of(value).data_ptr() not in places
+    }
 
 
 def refusals(sources: Iterable[tracking.Source]) -> list[str]:

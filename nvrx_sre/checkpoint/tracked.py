@@ -8,14 +8,15 @@ Names, which are also the keys of the DCP checkpoint:
 With one tracked module the parameter fqn is the module's own; with several it begins with the module's name. A
 tensor that a module holds under several names (tied weights) is one source; the further names are its aliases.
 
-Small state: {"rng", "optimizers": {name: {"groups", "scalars"}}, "extra": {name: {submodule: extra state}},
-"objects": {name: state_dict}, "values": {name: value}}, encoded by `encoding`. Parameters keep their identity
-within a generation; optimizer state may come into being at any step. Must not: run a collective or an optimizer step.
+Small state: {"rng", "optimizers": {name: {"groups", "scalars", "shared"}}, "extra": {name: {submodule: extra state}},
+"objects": {name: state_dict}, "values": {name: value}}, encoded by `encoding`. Parameters and buffers seldom change
+their identity (`fixed`); optimizer state may come into being at any step. Must not: run a collective or an optimizer
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,11 @@ class Source:
 def is_stateful(value: object) -> bool:
     """True for objects with `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def is_restorable(value: object) -> bool:
+    """True if what was saved can be put into the object itself."""
+    return is_stateful(value) or isinstance(value, torch.Tensor | dict | list)
 
 
 def modules(tracked: Mapping[str, object]) -> Iterator[tuple[str, nn.Module]]:
@@ -72,7 +78,7 @@ def values(tracked: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
 
 
 def fixed_sources(tracked: Mapping[str, object]) -> list[Source]:
-    """Parameters, buffers and tracked tensors: the part that keeps its identity within a generation.
+    """Parameters, buffers and tracked tensors: the part that seldom changes its identity within a generation.
 
     FSDP modules are resharded first, so that a name means the shard and never a gathered parameter.
     """
@@ -82,11 +88,20 @@ def fixed_sources(tracked: Mapping[str, object]) -> list[Source]:
             if isinstance(inner, FSDPModule):
                 inner.reshard()
         found += _named(name, ItemRole.PARAMETER, module.named_parameters(remove_duplicate=False))
-        found += _named(name, ItemRole.BUFFER, module.named_buffers(remove_duplicate=False))
+        found += _buffers(name, module)
     for name, value in tracked.items():
         if isinstance(value, torch.Tensor):
             found.append(Source(name, ItemRole.STATE, value))
     return found
+
+
+def buffer_sources(tracked: Mapping[str, object]) -> list[Source]:
+    """The buffers among `fixed_sources`, as modules hold them now."""
+    return [source for name, module in modules(tracked) for source in _buffers(name, module)]
+
+
+def _buffers(name: str, module: nn.Module) -> list[Source]:
+    return _named(name, ItemRole.BUFFER, module.named_buffers(remove_duplicate=False))
 
 
 def _named(name: str, role: ItemRole, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Source]:
@@ -130,17 +145,38 @@ def group_names(name: str, optimizer: torch.optim.Optimizer, names: Mapping[torc
 def optimizer_sources(
     name: str, optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> tuple[list[Source], dict[str, dict[str, Any]]]:
-    """(tensor state, other state by parameter name and key) of an optimizer, as far as it exists yet."""
+    """(tensor state, other state by parameter name and key) of an optimizer, as far as it exists yet.
+
+    Raises `UserError` for state that no name can be given.
+    """
     found: list[Source] = []
     scalars: dict[str, dict[str, Any]] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         fqn = names[parameter]
         for key, value in optimizer.state.get(parameter, {}).items():
+            if type(key) is not str:
+                raise UserError(
+                    f"optimizer {name!r} keeps state of {fqn} under {key!r}, which cannot be saved: use text as keys"
+                )
             if isinstance(value, torch.Tensor):
                 found.append(Source(f"{name}.state.{fqn}.{key}", ItemRole.OPTIMIZER, value))
             else:
                 scalars.setdefault(fqn, {})[key] = value
     return found, scalars
+
+
+def split_state_key(path: str, parameters: Container[str]) -> tuple[str, str] | None:
+    """(parameter name, state key) of what stands behind `<name>.state.`; both may have dots. None if it is of none."""
+    end = path.rfind(".")
+    while end > 0 and path[:end] not in parameters:
+        end = path.rfind(".", 0, end)
+    return (path[:end], path[end + 1 :]) if end > 0 else None
+
+
+def _shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """State that is of no parameter, by its key."""
+    state: Mapping[Any, Any] = optimizer.state
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def small_state(
@@ -167,6 +203,7 @@ def small_state(
         state["optimizers"][name] = {
             "groups": [{"names": listed, "options": item} for listed, item in zip(groups[name], encoded, strict=True)],
             "scalars": encoding.encode(scalars[name], f"{name}.scalar", take),
+            "shared": encoding.encode(_shared_state(optimizer), f"{name}.shared", take),
         }
     for name, module in modules(tracked):
         state["extra"][name] = {

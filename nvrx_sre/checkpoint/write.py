@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem
 from nvrx_sre.checkpoint.manifest import FileEntry, Manifest
 from nvrx_sre.checkpoint.slots import SlotFile, SlotHeader
 from nvrx_sre.checkpoint.storage import ChecksumFileSystem, WriteOptions
+from nvrx_sre.checkpoint.tracked import split_state_key
 from nvrx_sre.core.atomic import PRIVATE_DIRECTORY_MODE
 from nvrx_sre.core.errors import StorageError
 from nvrx_sre.events.schema import SaveFailure
@@ -267,6 +268,7 @@ def _merge(layouts: Sequence[Layout], differing: set[tuple[int, str]]) -> Plans:
     """One plan a rank, merged and validated by DCP's own planner."""
     plain_seen: set[str] = set()
     plans, sources = [], []
+    parameters = _parameter_names(layouts)
     for index, ranked in enumerate(layouts):
         chosen: dict[str, LayoutItem] = {}
         for item in ranked.items:
@@ -275,7 +277,7 @@ def _merge(layouts: Sequence[Layout], differing: set[tuple[int, str]]) -> Plans:
                 chosen[key] = item
         sources.append(chosen)
         items = [_write_item(key, item) for key, item in chosen.items()]
-        plans.append(SavePlan(items, planner_data={key: _path(key, item) for key, item in chosen.items()}))
+        plans.append(SavePlan(items, planner_data={key: _path(key, item, parameters) for key, item in chosen.items()}))
     merged, metadata = DefaultSavePlanner().create_global_plan(plans)
     _add_aliases(metadata, layouts)
     return Plans(FileSystemWriter("unused").prepare_global_plan(merged), metadata, sources)
@@ -286,7 +288,7 @@ def _add_aliases(metadata: Metadata, layouts: Sequence[Layout]) -> None:
     for item in (item for ranked in layouts for item in ranked.items):
         for alias in item.aliases:
             metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[item.fqn]
-            metadata.planner_data[alias] = _path(alias, item)
+            metadata.planner_data[alias] = _path(alias, item, ())  # of parameters and buffers, never of their state
 
 
 def _alias_items(items: list[list[Any]], layouts: Sequence[Layout]) -> list[list[Any]]:
@@ -321,12 +323,17 @@ def _write_item(key: str, item: LayoutItem) -> WriteItem:
     )
 
 
-def _path(key: str, item: LayoutItem) -> tuple[str, ...]:
+def _parameter_names(layouts: Sequence[Layout]) -> set[str]:
+    """Names of parameters as optimizer state has them: with the module's own where there are several."""
+    names = (item.fqn for ranked in layouts for item in ranked.items if item.role is ItemRole.PARAMETER)
+    return {name for fqn in names for name in (fqn, fqn.partition(".")[2])}
+
+
+def _path(key: str, item: LayoutItem, parameters: Container[str]) -> tuple[str, ...]:
     """Where `dcp_to_torch_save` puts the key: {name: {fqn: ...}} and {name: {"state": {fqn: {key: ...}}}}."""
     name, _, rest = key.partition(".")
     if item.role is ItemRole.OPTIMIZER:
-        parameter, _, state_key = rest.removeprefix("state.").rpartition(".")
-        return name, "state", parameter, state_key
+        return name, "state", *(split_state_key(rest.removeprefix("state."), parameters) or (rest,))
     return (name, rest) if rest else (name,)
 
 

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 USER_PHASES = {"data": Phase.DATA, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
 
 
-IMMUTABLE = (int, float, complex, str, bytes, tuple, frozenset, type(None))
-
-
 class NonFiniteLoss(Exception):
     """The loss of a step is infinite or not a number; the step is not committed."""
 
@@ -131,17 +128,18 @@ class Context:
         Anything with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, loaders), or a dict of
         plain values that is updated in place, or a plain DataLoader over a map-style data set.
         """
+        from nvrx_sre.checkpoint.tracked import is_restorable
         from nvrx_sre.session.loading import follow_loaders
 
         if self._saver is not None:
             raise UserError("ctx.track() was called after ctx.restore(): register all state first")
+        control, me = self._control, weakref.ref(self)  # a script's loader may outlive the generation
+        follow_loaders(objects, lambda: control.step, lambda: _let_change(me()), lambda: _begin_step(me()))
         for name, value in objects.items():
-            if isinstance(value, IMMUTABLE):
+            if not is_restorable(value):
                 raise UserError(
                     f"ctx.track({name}=...): a {type(value).__name__} cannot be restored in place, use a dict"
                 )
-        control, me = self._control, weakref.ref(self)  # a script's loader may outlive the generation
-        follow_loaders(objects, lambda: control.step, lambda: _let_change(me()), lambda: _begin_step(me()))
         self._tracked.update(objects)
 
     def restore(self) -> int:

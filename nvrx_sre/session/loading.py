@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from nvrx_sre.checkpoint import rng
@@ -80,7 +81,7 @@ class FollowedLoader(DataLoader[Any]):
     ) -> None:
         """Start from the beginning, with new workers; see `follow_loaders`."""
         self._name = name
-        self._position = Position(generator=self.generator, step=step)
+        self._position = Position(generator=_generator(self), step=step)
         self._inner = None
         self._at_end, self._at_batch = at_end, at_batch
 
@@ -239,6 +240,16 @@ def _distributed(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
         return None
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler.sampler
     return sampler if type(sampler) is DistributedSampler else None
+
+
+def _generator(loader: DataLoader[Any]) -> torch.Generator | None:
+    """What the order is drawn from, None for torch's own stream: a sampler's generator goes before the loader's."""
+    batch_sampler = loader.batch_sampler
+    for item in (batch_sampler, getattr(batch_sampler, "sampler", None), loader.sampler, loader):
+        found = getattr(item, "generator", None)
+        if isinstance(found, torch.Generator):
+            return found
+    return None
 
 
 def _with_epoch(loader: DataLoader[Any]) -> Any:

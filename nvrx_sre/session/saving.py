@@ -101,16 +101,16 @@ class HotSaver:
         """Begin to capture `step` if it is due. Blocks for what cannot be copied later."""
         is_due = self.is_durable_due(step)
         durable = is_due or self._is_owed
-        self._left_out = None
         if not durable and not self._process.hot_schedule.is_due(step):
             self._prepare_slots()
             slot = -1
         else:
             slot = self._capture(step, durable, waits=durable)
             self._save_requested, self._is_owed = False, durable and slot < 0
+        # Not before: if taking this step raises, the one before it is the newest, and may be left out still.
+        self._left_out = _LeftOut(step=step) if slot < 0 else None
         if slot < 0:
-            self._left_out = _LeftOut(step=step)
-            self._capturer.kept.keep()
+            self._capturer.keep()
         return Captured(slot=slot, durable=is_due) if is_due or slot >= 0 else NOT_DUE
 
     def let_change(self) -> None:
@@ -156,15 +156,14 @@ class HotSaver:
             slots = self._process.slots
             if slots is not None:
                 self._process.control.wait_until(lambda: self._is_slot_free(slots, step))
-            self._capture(step, durable=False, waits=True, kept=self._capturer.kept if self._left_out else None)
+            self._capture(step, durable=False, waits=True, kept=self._capturer.kept)
         self._wait_sealed()
         self._tell_untold()
 
     def _is_gone(self) -> bool:
-        """True if the newest step is in no slot and its state is not there any more, which is said."""
+        """True if the state of the newest step, which is in no slot, is not there any more, which is said."""
         left_out = self._left_out
-        if left_out is None:
-            return False
+        assert left_out is not None, "a step that no slot takes was left out at its boundary"
         if left_out.is_gone:
             why = "an optimizer has stepped since, without a commit"
         elif self._capturer.kept.has_changed():

@@ -193,12 +193,91 @@ def in_backward() -> Built:
     return {"model": model} | {f"optimizer{index}": item for index, item in enumerate(optimizers.values())}, step
 
 
-KINDS = (two_of_each, ema, scaler, extra_state, tied, buffers, frozen, in_backward)
+class Replacing(nn.Module):
+    """A buffer that `forward` puts another tensor in the place of, as running averages often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        result: torch.Tensor = self.layer(x - self.mean)
+        return result
 
 
-def capture(tracked: dict[str, Any], run: Callable[[], Any]) -> tuple[SlotFile, str]:
+def replaced_buffer() -> Built:
+    """A buffer that is another tensor after each step."""
+    return _simple(Replacing())
+
+
+def replaced_parameter() -> Built:
+    """A plain parameter that is exchanged for another in the second step, in the optimizer as well."""
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    done = {"steps": 0}
+
+    def step() -> float:
+        done["steps"] += 1
+        if done["steps"] == 2:
+            model.weight = nn.Parameter(model.weight.detach() * 0.5)
+            optimizer.param_groups[0]["params"][0] = model.weight
+        loss = _loss(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return {"model": model, "optimizer": optimizer, "done": done}, step
+
+
+class Shared(torch.optim.SGD):
+    """Counts its steps in state that is of no parameter, and keeps a moment under a key with a dot."""
+
+    def step(self, closure: Any = None) -> Any:
+        shared = self.state["global"]
+        shared["steps"] = shared.get("steps", 0) + 1
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                moment = self.state[parameter].setdefault("moment.m", torch.zeros_like(parameter))
+                moment.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(0.1 * moment / shared["steps"])
+
+
+def shared_state() -> Built:
+    """An optimizer with state of its own beside that of parameters."""
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = Shared(model.parameters(), 0.1)
+
+    def step() -> float:
+        loss = _loss(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return {"model": model, "optimizer": optimizer}, step
+
+
+KINDS = (
+    two_of_each,
+    ema,
+    scaler,
+    extra_state,
+    tied,
+    buffers,
+    frozen,
+    in_backward,
+    replaced_buffer,
+    replaced_parameter,
+    shared_state,
+)
+
+
+def capture(tracked: dict[str, Any], run: Callable[[], Any], capturer: Capturer | None = None) -> tuple[SlotFile, str]:
     """A capture whose copy ends before the next step does anything, and whose seal comes behind that step."""
-    capturer = Capturer(tracked)
+    capturer = capturer or Capturer(tracked)
     capturer.refresh()
     slots = SlotFile.create(*capturer.required_bytes(), name="nvrx-test")
     filling = capturer.begin(slots, 0, generation=1, step=STEP, durable=True, now_mono_ns=1)
@@ -222,10 +301,12 @@ def test_a_restored_state_continues_bit_for_bit(kind: Callable[[], Built], tier:
     """Losses behind the restore, into objects with other values, are those of the undisturbed run."""
     torch.manual_seed(1)
     tracked, step = kind()
+    capturer = Capturer(tracked)
     for _ in range(STEP):
         step()
+        capturer.refresh()
     expected: list[float] = []
-    slots, layout_hash = capture(tracked, lambda: expected.append(step()))
+    slots, layout_hash = capture(tracked, lambda: expected.append(step()), capturer)
     expected += [step(), step()]
     torch.manual_seed(2)
     other, other_step = kind()
@@ -389,6 +470,94 @@ def test_state_of_a_kind_that_cannot_be_saved_is_named_at_the_first_capture() ->
     optimizer.state[model.weight]["momentum_buffer"] = torch.ones(2, 2).as_subclass(Subclass)
     with pytest.raises(UserError, match=r"optimizer\.state\.weight\.momentum_buffer \(tensor subclass"):
         Capturer({"model": model, "optimizer": optimizer}).refresh()
+
+
+class OwnOptimizer(torch.optim.SGD):
+    """Adds to its state dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"more": 1}
+
+
+class OwnModule(nn.Linear):
+    """Adds to its state dict, after the module's own fashion or torch's."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs) | {"weight_again": self.weight, "calls": torch.ones(())}
+
+
+class OwnEntries(nn.Linear):
+    """Adds a number to what torch collects from all modules."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = 2.0
+
+
+def test_what_only_a_state_dict_of_its_own_knows_is_refused() -> None:
+    """Captures do not call it, so that what it adds would be lost without a word."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="'o' cannot be saved: OwnOptimizer has a state_dict"):
+        check({"model": model, "o": OwnOptimizer(model.parameters(), 0.1)})
+    with pytest.raises(UserError, match=r"'model\.1' cannot be saved: state_dict\(\) of OwnModule adds calls:"):
+        check({"model": nn.Sequential(model, OwnModule(2, 2))})
+    with pytest.raises(UserError, match=r"'model' cannot be saved: state_dict\(\) of OwnEntries adds scale:"):
+        check({"model": OwnEntries(2, 2)})
+
+
+def test_state_under_a_key_that_is_no_text_is_refused() -> None:
+    """It would come back under another key."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.state[model.weight][0] = torch.ones(2, 2)
+    with pytest.raises(UserError, match="'optimizer' keeps state of weight under 0"):
+        Capturer({"model": model, "optimizer": optimizer}).refresh()
+
+
+def test_a_model_that_is_cast_is_saved_as_it_is() -> None:
+    """The tensors stay and their type changes: into memory of the old type their values would be rounded."""
+    held = Slots(nn.Linear(256, 256).to(torch.bfloat16))
+    held.capture(1)
+    held.model.to(torch.float32)
+    with torch.no_grad():
+        held.model.get_parameter("weight").add_(1e-6)
+    held.capturer.refresh()
+    assert {item.dtype for item in held.capturer.layout.items} == {"float32"}
+    held.slots.close()
+
+
+def test_a_step_that_was_kept_has_the_buffers_of_its_boundary() -> None:
+    """Also where the next step has put others in their place, for the second time, and one of them is large."""
+    model = Replacing()
+    model.register_buffer("large", torch.zeros(FROZEN_BYTES_MIN))
+    capturer = Capturer({"model": model})
+    for _ in range(2):
+        model(torch.randn(4, WIDTH))
+        model.large = model.large + 1
+        expected = {"model.mean": model.mean.clone(), "model.large": model.large.clone()}
+        capturer.keep()
+        model(torch.randn(4, WIDTH))
+        model.large = model.large + 1
+        taken = {source.fqn: source.tensor for source in capturer.kept.put_in()}
+        assert all(torch.equal(taken[name], tensor) for name, tensor in expected.items())
+
+
+def test_groups_that_exchange_their_parameters_are_saved_so() -> None:
+    """Under the old names each would get the options of the other."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(
+        [{"params": layer.parameters(), "lr": 0.1 / (1 + at)} for at, layer in enumerate(model)]
+    )
+    capturer = Capturer({"model": model, "optimizer": optimizer})
+    capturer.refresh()
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+    slots, layout_hash = capture({}, lambda: None, capturer)
+    with pytest.raises(CheckpointCorrupt, match="other parameter groups"):
+        layers = [{"params": layer.parameters(), "lr": 0.1} for layer in model]
+        fresh = torch.optim.SGD(layers)
+        HotCandidate(slots, 0, STEP, layout_hash, {"model": model, "optimizer": fresh}).check()
+    slots.close()
 
 
 def test_extra_state_must_fit_as_well(tmp_path: Path) -> None:

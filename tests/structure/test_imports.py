@@ -53,6 +53,7 @@ TORCH_MODULES = {
         "encoding",
         "export",
         "filling",
+        "fixed",
         "kept",
         "fit",
         "install",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,37 @@ def test_numpy_comes_back_with_its_type() -> None:
     assert np.array_equal(round_trip(array), array)
     scalar = round_trip(np.float64(0.1))
     assert isinstance(scalar, np.float64) and scalar == np.float64(0.1)
+
+
+def test_containers_come_back_of_their_type() -> None:
+    """What a script does with them works as before: the default is made, the order can be changed, bytes written."""
+    again = round_trip({"a": defaultdict(list, x=[1]), "b": OrderedDict(p=1, q=2), "c": bytearray(b"12")})
+    again["a"]["y"].append(2)
+    again["b"].move_to_end("p")
+    again["c"][0] = 51
+    assert again == {"a": {"x": [1], "y": [2]}, "b": OrderedDict(q=2, p=1), "c": b"32"}
+
+
+def test_a_conjugate_view_comes_back_equal() -> None:
+    """Its memory holds other numbers than it."""
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    assert torch.equal(round_trip(value.conj()), value.conj().clone())
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (namedtuple("Pair", "a b")(1, 2), "named tuple"),
+        (defaultdict(lambda: 3), "defaultdict whose default"),
+        (np.ma.array([1, 2], mask=[0, 1]), "a mask, fields"),
+        (np.zeros(2, dtype=[("a", "f8")]), "a mask, fields"),
+        (torch.eye(2).to_sparse(), "sparse or quantized"),
+    ],
+)
+def test_what_would_come_back_as_something_else_is_refused(value: Any, why: str) -> None:
+    """It is named at the first capture, not found to be missing after a fault."""
+    with pytest.raises(UserError, match=f"'x.deep' is .*{why}"):
+        round_trip({"deep": value})
 
 
 def test_what_cannot_be_saved_is_named() -> None:

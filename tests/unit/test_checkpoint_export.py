@@ -55,10 +55,14 @@ STATE: dict[str, Any] = {
         "optimizer": {
             "groups": [{"names": ["rows"], "options": {"lr": 0.5, "betas": {"$tuple": [0.9, 0.95]}}}],
             "scalars": {"rows": {"step": 3}},
+            "shared": {"global": {"steps": 4}},
         }
     },
     "objects": {"scheduler": {"last_epoch": 3, "table": {"$ndarray": ["<f8", [2], "AAAAAAAA8D8AAAAAAAAAQA==", False]}}},
-    "values": {"position": {"sample": 12}},
+    "values": {
+        "position": {"sample": 12},
+        "odd": {"$default": ["int", {"$items": [[1, {"$bytearray": "MTI="}], [2, {"$ordered": {"a": 1}}]]}]},
+    },
 }
 
 
@@ -87,6 +91,8 @@ def test_a_torch_file_holds_the_tracked_names(found: Found, tmp_path: Path) -> N
             assert torch.equal(value, part.whole) and value.dtype == part.whole.dtype, key
     assert torch.equal(loaded["optimizer"]["state"]["rows"]["exp_avg"], expected["model.rows"].whole / 2)
     assert loaded["optimizer"]["state"]["rows"]["step"] == 3
+    assert loaded["optimizer"]["state"]["global"] == {"steps": 4}
+    assert loaded["odd"] == {1: b"12", 2: {"a": 1}}
     assert loaded["optimizer"]["param_groups"] == [{"lr": 0.5, "betas": (0.9, 0.95), "params": ["rows"]}]
     assert loaded["scheduler"]["last_epoch"] == 3 and loaded["scheduler"]["table"].tolist() == [1.0, 2.0]
     assert loaded["position"] == {"sample": 12} and "rng" not in loaded

@@ -63,8 +63,8 @@ def training() -> Iterator[Training]:
 def test_a_step_that_was_only_begun_is_no_part_of_what_was_kept(training: Training) -> None:
     """A batch was fetched and went through the model: a capture then is that of the boundary, byte for byte."""
     at_boundary = training.captured()
+    training.capturer.keep()
     kept = training.capturer.kept
-    kept.keep()
     training.forward()
     assert not kept.has_changed()
     assert training.captured() != at_boundary
@@ -87,8 +87,8 @@ def fill_mask(training: Training) -> None:
 def test_a_change_of_what_was_not_copied_shows(training: Training, change: Callable[[Training], None]) -> None:
     """Whether values were known or not."""
     training.captured()
+    training.capturer.keep()
     kept = training.capturer.kept
-    kept.keep()
     change(training)
     assert kept.has_changed()
     kept.keep()
@@ -98,6 +98,7 @@ def test_a_change_of_what_was_not_copied_shows(training: Training, change: Calla
 def test_values_that_were_exchanged_and_put_back_have_not_changed(training: Training) -> None:
     """Known to be so only where they were looked at before."""
     training.captured()
+    training.capturer.keep()
     kept, own = training.capturer.kept, {k: v.clone() for k, v in training.model.state_dict().items()}
     for is_known in (False, True):
         kept.keep()
@@ -114,7 +115,7 @@ def test_a_copy_has_the_layout_of_what_it_was_made_of() -> None:
     capturer = Capturer({"model": nn.Linear(2, 2), "prompt": torch.zeros(4, requires_grad=True)})
     capturer.refresh()
     layout = capturer.layout
-    capturer.kept.keep()
+    capturer.keep()
     capturer.refresh(capturer.kept)
     assert capturer.layout is layout
 

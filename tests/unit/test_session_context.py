@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from nvrx_sre.core.clock import Clock, SystemClock
+from nvrx_sre.core.errors import UserError
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.step_record import to_message
@@ -157,6 +159,15 @@ def test_a_wait_at_the_end_of_a_pass_is_no_time_of_data(control: Control) -> Non
     (report,) = control.told()
     assert (report.step_s, report.data_s, report.checkpoint_block_s) == (2.0, 1.0, 5.0)
     assert reports.step_s() == 2.0
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), bytearray(2), {1}, 3])
+def test_what_cannot_be_restored_in_place_is_refused_at_once(control: Control, value: object) -> None:
+    """It would be saved, and never given back."""
+    context = restored_context(control)
+    context._saver = None
+    with pytest.raises(UserError, match=r"track\(odd=...\): a \w+ cannot be restored in place, use a dict"):
+        context.track(odd=value)
 
 
 def test_weights_may_be_changed_by_hand_in_an_evaluation_and_after_a_loader(control: Control) -> None:

@@ -62,6 +62,9 @@ def make(kind: str, num_workers: int = 0, persistent: bool = False) -> DataLoade
     if kind == "replacement":
         sampler = RandomSampler(data, replacement=True, num_samples=40, generator=torch.Generator().manual_seed(6))
         return DataLoader(data, batch_size=BATCH, sampler=sampler, generator=sampler.generator, **common)
+    if kind == "sampler's generator":
+        sampler = RandomSampler(data, generator=torch.Generator().manual_seed(7))
+        return DataLoader(data, batch_size=BATCH, sampler=sampler, **common)
     if kind == "distributed":
         return DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data, 2, 1, seed=3), **common)
     if kind == "own sampler":
@@ -72,7 +75,16 @@ def make(kind: str, num_workers: int = 0, persistent: bool = False) -> DataLoade
     return DataLoader(data, batch_size=None, sampler=SequentialSampler(data), **common)
 
 
-KINDS = ["shuffle", "generator", "replacement", "distributed", "own sampler", "batch sampler", "unbatched"]
+KINDS = [
+    "shuffle",
+    "generator",
+    "replacement",
+    "sampler's generator",
+    "distributed",
+    "own sampler",
+    "batch sampler",
+    "unbatched",
+]
 
 
 class Script:
