@@ -403,9 +403,28 @@ def test_the_last_step_waits_for_what_the_launcher_has_yet_to_hear() -> None:
     assert [rank.saver.at_boundary(step).slot for step in (1, 2)] == [0, 1]
     assert rank.slots is not None
     rank.slots.sealed_step = 1
+    rank.process.hot_schedule = HotSchedule(0)
+    assert rank.saver.at_boundary(3) is NOT_DUE
     rank.saver.finish(3)
     assert (rank.told[-1].step, rank.told[-1].slot) == (3, 0)
     assert rank.saver.num_skipped == 0
+    rank.close()
+
+
+def test_a_boundary_that_raises_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script goes on to its end: step 9 is the newest commit then, and the state is step 10's. Nothing is saved."""
+    rank = Rank(hot_every=10)
+    rank.step()
+    assert rank.saver.at_boundary(9) is NOT_DUE
+    rank.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(Capturer, "refresh", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rank.saver.at_boundary(10)
+    rank.saver.finish(9)
+    assert rank.told == [] and "step 9 cannot be saved: an optimizer has stepped since" in capsys.readouterr().err
     rank.close()
 
 
@@ -478,6 +497,8 @@ def test_a_due_save_and_the_end_wait_for_slots_on_a_device(rank: Rank, monkeypat
     on_a_device(rank, monkeypatch)
     assert rank.saver.at_boundary(50).slot >= 0
     rank.step()
+    rank.process.hot_schedule = HotSchedule(0)
+    assert rank.saver.at_boundary(51) is NOT_DUE
     rank.saver.finish(51)
     assert [told.step for told in rank.told] == [50, 51]
 
