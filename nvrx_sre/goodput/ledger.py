@@ -16,6 +16,7 @@ records give the same ledger. Integers of nanoseconds inside. Not thread-safe.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -83,6 +84,10 @@ class Ledger(Snapshotted):
         self._now_ns = 0
         self._epoch = 0
         self._activities: dict[int, _Activity] = {}
+        """Of each rank. `_enter` alone changes it; all else puts another dict in its place."""
+        self._counted: dict[int, _Activity] | None = None
+        """Whose values `_num_in` has counted: a look at each rank for each record would cost the ranks squared."""
+        self._num_in: Counter[_Activity] = Counter()
         self._idle = _Activity.INIT
         self._tearing_down = False
         self._backoff_until_ns = 0
@@ -194,7 +199,7 @@ class Ledger(Snapshotted):
         if isinstance(record.event, schema.BudgetReset):  # an operator's epoch: no launcher lives in it
             self._ended = gap
             return
-        self._activities.clear()
+        self._activities = {}
         self._idle = _Activity.INIT
         self._tearing_down = self._finished = False
         self._backoff_until_ns = 0
@@ -221,7 +226,22 @@ class Ledger(Snapshotted):
     def _activity(self) -> _Activity:
         if self._tearing_down:
             return _Activity.TEARDOWN
-        return min(self._activities.values(), default=self._idle)
+        return min(self._num_by_activity(), default=self._idle)
+
+    def _num_by_activity(self) -> Counter[_Activity]:
+        """How many ranks are in each activity that any is in."""
+        if self._counted is not self._activities:
+            self._counted, self._num_in = self._activities, Counter(self._activities.values())
+        return self._num_in
+
+    def _enter(self, rank: int, activity: _Activity) -> None:
+        num_in, left = self._num_by_activity(), self._activities.get(rank)
+        self._activities[rank] = activity
+        num_in[activity] += 1
+        if left is not None:
+            num_in[left] -= 1
+            if not num_in[left]:
+                del num_in[left]
 
     def _state(self, stepping: LedgerState) -> LedgerState:
         return _BOOKED_AS.get(self._activity(), stepping)
@@ -238,7 +258,7 @@ class Ledger(Snapshotted):
             self._tearing_down = False
         if activity < _Activity.STEPPING or self._activity() < _Activity.STEPPING:
             self._advance(event.entered_ns)
-        self._activities[record.rank] = activity
+        self._enter(record.rank, activity)
 
     def _on_generation_formed(self, _: Record, event: schema.GenerationFormed) -> None:
         self._advance(event.go_ns)
@@ -247,17 +267,16 @@ class Ledger(Snapshotted):
         self._world_size = event.world_size
         self._reference.generation_formed()
         # A smaller world: what its former ranks did last holds nobody up any more.
-        self._activities = {rank: item for rank, item in self._activities.items() if rank < event.world_size}
+        activities = {rank: item for rank, item in self._activities.items() if rank < event.world_size}
         for rank in range(event.world_size):
-            if self._activities.get(rank, _Activity.INIT) in (_Activity.RENDEZVOUS, _Activity.INIT):
-                self._activities[rank] = _Activity.REBUILD
+            if activities.get(rank, _Activity.INIT) in (_Activity.RENDEZVOUS, _Activity.INIT):
+                activities[rank] = _Activity.REBUILD
+        self._activities = activities
 
     def _on_state_restored(self, _: Record, event: schema.StateRestored) -> None:
         self._advance(event.restored_ns)
         self._next_step = event.step + 1
-        for rank, activity in self._activities.items():
-            if activity < _Activity.STEPPING:
-                self._activities[rank] = _Activity.STEPPING
+        self._activities = {rank: max(item, _Activity.STEPPING) for rank, item in self._activities.items()}
 
     def _on_steps_committed(self, _: Record, event: schema.StepsCommitted) -> None:
         if event.proven_by_restore:
@@ -307,7 +326,7 @@ class Ledger(Snapshotted):
     def _on_teardown_finished(self, _: Record, __: schema.TeardownFinished) -> None:
         self._advance(self._now_ns)
         self._tearing_down = False
-        self._activities.clear()
+        self._activities = {}
         self._idle = _Activity.RENDEZVOUS
 
     def _on_restart_decided(self, _: Record, event: schema.RestartDecided) -> None:

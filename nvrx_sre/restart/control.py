@@ -260,7 +260,7 @@ class RankControl:
         return True
 
     def _tell_alive(self, probe: int = 0) -> None:
-        # A generation is armed when all else of it is set, and read first: nothing of the one before is told as its own.
+        # Armed when all else of a generation is set, and read first: nothing of the one before is told as its own.
         armed = self.armed
         # Progress is stamped before it is counted, and read the other way round: what is counted is no older.
         generation, step, progress = self._generation, self.step, self.progress

@@ -239,27 +239,36 @@ class World:
     def _drive(self, is_done: Callable[[], bool], end_ns: int) -> bool:
         """Let the world turn until `is_done`, or until `end_ns`; True if it was done."""
         while not is_done():
-            live = [item for item in self.launchers if not item.is_over and not item.is_stalled]
-            deadlines = [(due_ns, item) for item in live if (due_ns := item.machine.next_deadline_ns()) is not None]
-            deadline_ns = min((due_ns for due_ns, _ in deadlines), default=None)
+            due_ns, launcher = self._due()
             action_ns = self._queue[0][0] if self._queue else None
-            next_ns = min((item for item in (deadline_ns, action_ns) if item is not None), default=None)
+            is_action = action_ns is not None and (due_ns is None or action_ns <= due_ns)
+            next_ns = action_ns if is_action else due_ns
             if next_ns is None or next_ns > end_ns:
                 self.clock.advance_to(max(end_ns, self.now_ns))
                 return is_done()
             self.clock.advance_to(max(next_ns, self.now_ns))
-            if action_ns is not None and (deadline_ns is None or action_ns <= deadline_ns):
+            if launcher is None or is_action:
                 heapq.heappop(self._queue)[2]()
             else:
-                self._tick(next(item for due_ns, item in deadlines if due_ns == deadline_ns))
+                self._tick(launcher)
             if len(self.violations) > _MAX_VIOLATIONS:
                 return is_done()
         return True
 
+    def _due(self) -> tuple[int | None, SimLauncher | None]:
+        """The tick that comes first, and whose it is; of launchers that live and do not stand still."""
+        first_ns: int | None = None
+        first: SimLauncher | None = None
+        for item in self.launchers:
+            if item.due_ns is None or item.is_over or item.is_stalled:
+                continue
+            if first_ns is None or item.due_ns < first_ns:
+                first_ns, first = item.due_ns, item
+        return first_ns, first
+
     def _tick(self, launcher: SimLauncher) -> None:
         launcher.feed(c.Tick())
-        after_ns = launcher.machine.next_deadline_ns()
-        if not launcher.is_over and after_ns is not None and after_ns <= self.now_ns:
+        if not launcher.is_over and launcher.due_ns is not None and launcher.due_ns <= self.now_ns:
             self.violation("a deadline stays due after its tick: the loop would spin")
             launcher.crash()
 

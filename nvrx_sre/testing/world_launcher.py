@@ -58,6 +58,8 @@ class SimLauncher:
         self.is_stalled = False
         self.num_inputs = 0
         """Facts that the machine took in."""
+        self.due_ns: int | None = None
+        """When the machine wants a tick: asked after each fact, and not at each turn of the world."""
         self._stalled_ns: int | None = None
         """When it was stopped last."""
         self._backlog: list[c.Input] = []
@@ -130,6 +132,7 @@ class SimLauncher:
         )
         self.emit(run_started(world.config, is_resumed=newest is not None), generation)
         self._apply(self.machine.start(world.now_ns))
+        self.due_ns = self.machine.next_deadline_ns()
 
     def feed(self, item: c.Input) -> None:
         """A fact reaches the machine, or waits until the launcher wakes."""
@@ -138,6 +141,7 @@ class SimLauncher:
         elif not self.is_over:
             self.num_inputs += 1
             self._apply(self.machine.handle(item, self.world.now_ns))
+            self.due_ns = self.machine.next_deadline_ns()
 
     def leads(self) -> bool:
         """Look for a higher epoch; superseded, the launcher ends without another record."""
@@ -512,6 +516,10 @@ class SimLauncher:
             slots.held_slot = slot
         hosts = command.nodes or (_LEADER_HOST,) * len(command.slots)
         parts = list(dict.fromkeys(hosts))
+        writers: dict[int, list[int]] = {}
+        for child in self.children.values():
+            if isinstance(child, SimWriter):
+                writers.setdefault(child.host, []).append(child.number)
         for part, host in enumerate(parts):
             first_rank = hosts.index(host)
             message = wire.WriteSave(
@@ -527,9 +535,8 @@ class SimLauncher:
                 attempt=command.attempt,
                 deadline_s=self.world.config.limits.deadlines.save_s,
             )
-            for child in list(self.children.values()):
-                if isinstance(child, SimWriter) and child.host == host:
-                    self._tell(child.number, _begins(message))
+            for number in writers.get(host, ()):
+                self._tell(number, _begins(message))
 
     def _on_end_attempt(self, command: c.EndAttempt) -> None:
         self.world.disk.attempt(command.attempt).is_ended = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import ValuesView
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,17 @@ def fold(records: list[Record]) -> Ledger:
     for record in records:
         ledger.apply(record)
     return ledger
+
+
+class Counted(dict[int, Any]):
+    """Counts how often all ranks were looked at."""
+
+    num_looks = 0
+
+    def values(self) -> ValuesView[Any]:
+        """As any dictionary's."""
+        self.num_looks += 1
+        return super().values()
 
 
 def booked(story: Story) -> dict[str, float]:
@@ -208,3 +221,19 @@ def test_token_reference_leaves_the_warm_up_out() -> None:
     reference.add(10.0, 10, 10)
     reference.add(30.0, 10, 1)
     assert reference.seconds_per_token == pytest.approx(1.0)
+
+
+def test_a_phase_of_one_rank_costs_no_look_at_the_others() -> None:
+    """With 16,384 ranks a look at all of them for each phase of each costs minutes in every recovery."""
+    story = Story()
+    story.start(0.0, world=64)
+    story.form(1.0, 0, RestoredFrom.FRESH, world=64)
+    ledger = fold(story.records)
+    ledger._activities = counted = Counted(ledger._activities)
+    num_before = len(story.records)
+    for at_s, phase in ((2.0, Phase.REBUILD), (3.0, Phase.LOAD), (4.0, Phase.FIRST_STEP)):
+        story.phase(at_s, phase, tuple(range(64)))
+    for record in story.records[num_before:]:
+        ledger.apply(record)
+    assert len(counted) == 64 and counted.num_looks == 1
+    assert ledger.booked()[LedgerState.LOAD] == pytest.approx(0.2 + 1.0), "until the last rank was through"

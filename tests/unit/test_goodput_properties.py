@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,6 +111,17 @@ def test_states_always_sum_to_wall_time_and_never_fall(script: list[tuple[str, f
         assert wall_s >= wall_before - 1e-9
         assert before is None or all(spent[state] >= before[state] for state in spent)
         before, wall_before = spent, wall_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(SCRIPTS)
+def test_how_many_ranks_do_what_is_counted_right(script: list[tuple[str, float, float, FaultClass]]) -> None:
+    """The counts that are kept from record to record are those of a look at every rank."""
+    ledger = Ledger()
+    for record in build(script, live=True):
+        ledger.apply(record)
+        assert ledger._num_by_activity() == Counter(ledger._activities.values())
+        assert 0 not in ledger._num_by_activity().values()
 
 
 @settings(max_examples=25, deadline=None)
