@@ -104,6 +104,8 @@ def read(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never end
+            raise _corrupt(directory, RejectReason.UNREADABLE, f"{MANIFEST_NAME} is not a file")
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise _corrupt(directory, RejectReason.NO_COMMIT_MARKER, f"it has no {MANIFEST_NAME}") from None

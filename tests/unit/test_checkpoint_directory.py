@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_c05_no_marker_means_never_committed(tmp_path: Path, name: str, variant:
     found = discover.discover(tmp_path, [])
     assert steps(found) == [5]
     assert [(item.step, item.reason) for item in found.rejected] == [(10, RejectReason.NO_COMMIT_MARKER)]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_manifest_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """To read a pipe would wait for ever for somebody who writes."""
+    directory = commit(tmp_path, 10)
+    (directory / manifest.MANIFEST_NAME).unlink()
+    make(directory / manifest.MANIFEST_NAME)
+    assert reason_of(directory) == RejectReason.UNREADABLE
 
 
 def test_missing_and_surplus_files_are_refused(tmp_path: Path) -> None:
