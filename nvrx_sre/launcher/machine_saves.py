@@ -144,17 +144,23 @@ class Saves:
 
     def poll(self, now_ns: int) -> None:
         """Hand over what waits, if a writer is parked."""
-        if not self._are_writers_parked():
+        if not self._is_waiting() or not self._are_writers_parked():
             return
-        if self._held is not None and self._held.deadline_ns is None:
+        if self._held is not None:
             self._hand_over(self._held, now_ns)
-        elif self._held is None and self._flush is not None:
+        elif self._flush is not None:
             sealed, self._flush = self._flush, None
             self._take(sealed, now_ns)
-        elif self._held is None and self._is_owed and self._job.stage is not Stage.STOPPING:
+        else:
             newest = self._commits.sealed
             if newest is not None and newest.step > self.committed_step:
                 self._take(newest, now_ns)
+
+    def _is_waiting(self) -> bool:
+        """Something is to be handed over. Asked first: whether all writers are parked takes a look at each."""
+        if self._held is not None:
+            return self._held.deadline_ns is None
+        return self._flush is not None or (self._is_owed and self._job.stage is not Stage.STOPPING)
 
     def fence(self, step: int) -> None:
         """The run went back to `step`: whatever is saved above it is abandoned."""

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.events import messages as wire
-from nvrx_sre.events.schema import FaultClass, FaultDetected, Phase
+from nvrx_sre.events.schema import FaultClass, FaultDetected, Phase, Role
 from nvrx_sre.launcher import commands as c
-from nvrx_sre.launcher.machine_probe import GRACE_S
+from nvrx_sre.launcher.machine import MachineConfig, MachineStart
+from nvrx_sre.launcher.machine_job import Job, Stage
+from nvrx_sre.launcher.machine_probe import ANSWER_S, GRACE_S, grace_s
+from nvrx_sre.launcher.machine_progress import Hang, Progress
+from nvrx_sre.launcher.machine_roster import ChildState, Roster
+from nvrx_sre.policy.history import History
 from nvrx_sre.testing.driven import DrivenMachine
 
 STEP_S = 5.0
@@ -262,3 +268,69 @@ def test_of_ranks_that_fell_silent_together_none_is_to_blame(is_heard: bool) -> 
         answer(driven, 2, 1, age_s=STEP_S)
     driven.wait(GRACE_S)
     assert roots(driven) == [(2 if is_heard else None, FaultClass.HANG)]
+
+
+class ManyRanks:
+    """16,384 ranks in a step, each of which takes the launcher `ANSWER_S` to ask and to hear."""
+
+    NUM = 16_384
+    VICTIM = 12_345
+
+    def __init__(self) -> None:
+        start = MachineStart(generation=0, high_water=0, wall_offset_ns=0, commits_on_record=False)
+        config = MachineConfig(world_size=self.NUM, num_standbys=0, limits=LIMITS)
+        self.job = Job(config=config, start=start, history=History())
+        self.roster = Roster(self.job)
+        self.progress = Progress(self.job, self.roster)
+        self.now_ns = 10**9
+        self.job.stage = Stage.OPEN
+        for rank in range(self.NUM):
+            child = self.roster.spawn(Role.WORKER, rank, self.now_ns)
+            child.state = ChildState.RUNNING
+            self.progress.open(child, self.now_ns)
+            entered = wire.Entered(generation=0, phase=Phase.STEP, step=0, mono_ns=self.now_ns)
+            self.progress.on_entered(child, entered, self.now_ns)
+        self.job.take()
+
+    def ask(self) -> int:
+        """The deadline of all runs out; the number of the question."""
+        self.now_ns += to_ns(STEP_S)
+        assert self.progress.judge(self.now_ns) is None
+        numbers = [item.number for item in self.job.take() if isinstance(item, c.SendProbe)]
+        assert len(numbers) == self.NUM
+        return numbers[0]
+
+    def hear(self, number: int, *, stuck: int | None = None, silent: int | None = None) -> Hang | None:
+        """All answer, one after the other; `stuck` had no progress. The launcher judges whenever that is due."""
+        for rank, child in enumerate(self.roster.seated()):
+            self.now_ns += to_ns(ANSWER_S)
+            if rank == silent:
+                continue
+            passed, age_ns = (0, to_ns(STEP_S)) if rank == stuck else (1, to_ns(0.01))
+            alive = wire.Alive(generation=0, step=0, progress=passed, mono_ns=0, age_ns=age_ns, probe=number)
+            self.progress.on_alive(child, alive, self.now_ns)
+            due_ns, _ = self.progress.next_deadline_ns(self.now_ns)
+            assert due_ns is not None
+            if due_ns <= self.now_ns:
+                return self.progress.judge(self.now_ns)
+        return None
+
+
+def test_many_ranks_that_are_just_in_time_are_all_heard() -> None:
+    """It takes 0.8 s to ask 16,384 ranks and to hear them: nobody is judged before by what was known."""
+    ranks = ManyRanks()
+    assert ranks.hear(ranks.ask()) is None
+    assert not ranks.job.take(), "nobody is asked again: all have their time from their progress on"
+    due_ns, _ = ranks.progress.next_deadline_ns(ranks.now_ns)
+    assert due_ns is not None and due_ns > ranks.now_ns + to_ns(STEP_S / 2)
+
+
+@pytest.mark.parametrize("what", ["stuck", "silent"])
+def test_a_hang_among_many_ranks_is_found(what: str) -> None:
+    """With the last answer, or, of a rank that gives none, at the end of the grace; it is the one that is behind."""
+    ranks = ManyRanks()
+    number, asked_ns = ranks.ask(), ranks.now_ns
+    hang = ranks.hear(number, **{what: ranks.VICTIM})
+    assert hang is not None and hang.root is not None
+    assert (hang.root.rank, hang.is_root_silent) == (ranks.VICTIM, what == "silent")
+    assert ranks.now_ns == asked_ns + to_ns(grace_s(ranks.NUM)), "the last one has answered by then, and not before"
