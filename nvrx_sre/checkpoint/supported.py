@@ -64,6 +64,13 @@ def _refuse_hidden_state(tracked: Mapping[str, object]) -> None:
                 f"optimizer {name!r} cannot be saved: {type(optimizer).__name__} has a state_dict() of its own; "
                 "use one that keeps all its state in `state` and `param_groups`"
             )
+        for attribute, inner in vars(optimizer).items():
+            is_hidden = isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
+            if is_hidden and not any(inner is value for value in tracked.values()):
+                raise UserError(
+                    f"optimizer {name!r} steps another one, `{attribute}`, whose state would be lost: "
+                    "give that one to ctx.track() as well"
+                )
     for name, module in tracking.modules(tracked):
         for path, inner in module.named_modules():
             hidden = sorted(_hidden_keys(inner))

@@ -479,6 +479,23 @@ class OwnOptimizer(torch.optim.SGD):
         return super().state_dict() | {"more": 1}
 
 
+class Outer(torch.optim.SGD):
+    """Steps another optimizer over the same groups, as sharpness-aware ones do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1)
+        self.base = torch.optim.AdamW(self.param_groups, 0.1)
+
+
+def test_an_optimizer_inside_another_one_is_tracked_as_well() -> None:
+    """Its moments are no state of the outer one."""
+    model = nn.Linear(2, 2)
+    optimizer = Outer(model.parameters())
+    with pytest.raises(UserError, match="'o' steps another one, `base`, whose state would be lost"):
+        check({"model": model, "o": optimizer})
+    assert check({"model": model, "o": optimizer, "base": optimizer.base}) == []
+
+
 class OwnModule(nn.Linear):
     """Adds to its state dict, after the module's own fashion or torch's."""
 
