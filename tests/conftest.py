@@ -33,7 +33,7 @@ def chaos_results(request: pytest.FixtureRequest) -> Path | None:
 def nvrx_sre_command(tmp_path: Path) -> CommandLine:
     """Runs `nvrx-sre` with arguments in `tmp_path`, as a process of its own, and returns what it said."""
 
-    def run(*arguments: str, timeout_s: float = 150.0) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "nvrx_sre", *arguments],
             cwd=tmp_path,

@@ -153,7 +153,9 @@ class SinkThread(Generic[_Item]):
             return self._changed.wait_for(lambda: self._num_taken >= wanted, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Flush and end the thread; what is left after `timeout_s`, or under way, is dropped and counted."""
+        """Flush and end the thread; what is left after `timeout_s`, or under way, is dropped and counted. Once."""
+        if self._closing:
+            return self.is_idle
         done = self.flush(max(0.0, timeout_s))
         with self._changed:
             self._closing = True

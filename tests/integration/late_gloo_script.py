@@ -8,6 +8,7 @@ freed: without a wait at the end about four of five die of SIGABRT.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import nvrx_sre
 from nvrx_sre.core import threads
+from tests.patience import PATIENCE_S
 
 NUM_COLLECTIVES = 20
 kept: list[dist.ProcessGroup | None] = []
@@ -47,6 +49,8 @@ def train(ctx: nvrx_sre.Context) -> None:
 
 def main() -> None:
     """One process after the other, each with Python's own exit."""
+    # What runs when nobody else wants the processor may take long to fall asleep on a busy machine.
+    threads.wait_until_asleep = functools.partial(threads.wait_until_asleep, limit_s=PATIENCE_S)
     statuses = []
     for _ in range(int(sys.argv[1])):
         pid = os.fork()

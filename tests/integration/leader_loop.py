@@ -22,7 +22,7 @@ from nvrx_sre.launcher.leader_search import LeaderSearch, Where
 
 TOKEN = b"a token that both sides know"
 SETTINGS = {"--save-every": "50"}
-LIMIT_S = 20
+LIMIT_S = 60
 """Longest wait for anything here."""
 
 
@@ -51,6 +51,15 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
+
+
+@contextmanager
+def silent_port() -> Iterator[int]:
+    """A port on which nothing listens, and nobody else will: whoever connects is refused. A leader may listen there."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 class LeaderLoop:
@@ -136,16 +145,23 @@ def claims(**changes: Any) -> Claims:
 
 
 @contextmanager
-def searching(directory: Path, host: str, port: int, token: bytes | None = TOKEN) -> Iterator[tuple[Any, list[str]]]:
-    """(find(claims, limit_s), lines that a person would see)."""
+def searching(
+    directory: Path, host: str, port: int, token: bytes | None = TOKEN, on_said: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Any, list[str]]]:
+    """(find(claims, limit_s), lines that a person would see); `on_said` is called at each."""
     path = directory / "token"
     if token is not None:
         path.write_bytes(token)
         path.chmod(0o600)
     said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        on_said()
+
     clock, signals = SystemClock(), NoSignals()
     where = Where(host=host, port=port, token_file=path)
-    search = LeaderSearch(where, clock, signals, seeded(1), said.append)  # type: ignore[arg-type]  # a pipe like it
+    search = LeaderSearch(where, clock, signals, seeded(1), say)  # type: ignore[arg-type]  # a pipe like it
 
     def find(wanted: Claims, limit_s: float = 0.0) -> Any:
         return search.find(lambda: wanted, clock.monotonic_ns() + to_ns(limit_s))

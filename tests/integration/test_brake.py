@@ -25,7 +25,7 @@ from tests.integration import launched
 pytestmark = pytest.mark.processes
 
 TOKEN = "a-token-of-the-site-0123456789"
-WAIT_S = 10.0
+WAIT_S = 60.0
 ALERT = {
     "status": "firing",
     "labels": {"alertname": "NvrxCrashLooping", "action": "halt", "run": "braked", "cluster": "c1"},
@@ -82,6 +82,7 @@ def brake(tmp_path: Path) -> Iterator[BrakeProcess]:
 def start(run_dir: Path, *more: str, steps: int) -> subprocess.Popen[str]:
     """One rank that trains until it is stopped, or for `steps`."""
     small = ["--nproc", "1", "--standbys", "0", "--seq-len", "32", "--batch-size", "4", "--metrics-linger", "0"]
+    small += launched.PATIENT
     identity = ["--run-dir", str(run_dir), "--name", "braked", "--steps", str(steps), "--save-every", "1000000"]
     return launched.start(["train", *identity, *small, *more])
 

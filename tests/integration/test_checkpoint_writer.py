@@ -79,6 +79,7 @@ def test_saves_verifies_and_retains(start: Start, ranks: Ranks, tmp_path: Path) 
         assert [answer.stage for answer in said] == ["written", "committed", "verified"]
         assert said[1].directory == manifest.directory_name(step, 1)
         assert said[1].size_bytes == discover.discover(tmp_path, []).restorable[0].size_bytes
+    assert writer.wait_for(wire.Retired).step == 1
     assert writer.leave() == 0
     assert steps(tmp_path) == [3, 2]
     assert leftovers(tmp_path) == []

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from nvrx_sre.events.schema import FaultInjected, IncidentClosed, Verdict
-from tests.integration.launched import finish, start
+from tests.integration.launched import FINDS_HANGS, PATIENT, finish, start
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = ROOT / "examples" / "plain_fsdp.py"
 RESILIENT = ROOT / "examples" / "resilient_fsdp.py"
 MAX_ADDED_LINES = 15
-LIMIT_S = 150
+LIMIT_S = 300
 
 
 def run(*command: str) -> list[float]:
@@ -85,7 +85,7 @@ def test_the_resilient_script_survives_faults(plain_losses: list[float], tmp_pat
     """An exception, a SIGKILL and a hang later it ends with the loss of the undisturbed plain script."""
     faults = ["exception@1:40", "sigkill@0:90", "hang@1:150"]
     run_dir = tmp_path / "run"
-    arguments = ["launch", "--nproc-per-node", "2", "--run-dir", str(run_dir), "--step-deadline", "3"]
+    arguments = ["launch", "--nproc-per-node", "2", "--run-dir", str(run_dir), *PATIENT, *FINDS_HANGS]
     planned = [item for fault in faults for item in ("--fault", fault)]
     ended = finish(start([*arguments, "--metrics-linger", "0", *planned, str(RESILIENT)]), run_dir)
     assert ended.exit_code == 0, ended.explain()

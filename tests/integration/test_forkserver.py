@@ -22,7 +22,7 @@ from nvrx_sre.launcher import process
 from nvrx_sre.launcher.forkserver import ForkServer, Request, ServerConfig
 from nvrx_sre.launcher.orphans import Orphans
 
-LIMIT_S = 90
+LIMIT_S = 180
 """A server that does not answer for this long has hung."""
 
 

@@ -29,10 +29,10 @@ from tests.integration.leader_loop import (
     TOKEN,
     LeaderLoop,
     claims,
-    free_port,
     link_config,
     port_of,
     searching,
+    silent_port,
 )
 
 
@@ -244,8 +244,7 @@ def test_the_same_launcher_connects_anew(leader: LeaderLoop, member: Link, tmp_p
 
 def test_reasons_are_told_apart_and_each_is_said_once(tmp_path: Path) -> None:
     """A name that is not known, a port where nothing listens, a host that does not answer."""
-    port = free_port()
-    with searching(tmp_path, "127.0.0.1", port) as (find, said):
+    with silent_port() as port, searching(tmp_path, "127.0.0.1", port) as (find, said):
         with pytest.raises(NotFound, match=r"no leader at 127\.0\.0\.1:\d+ within \d s \(\d+ tries\): refused"):
             find(claims(), 0.5)
         assert said == [f"leader 127.0.0.1:{port}: refused: nothing listens at 127.0.0.1; trying again"]
@@ -273,20 +272,18 @@ def test_something_else_that_listens_there_is_no_leader(tmp_path: Path) -> None:
 
 def test_a_leader_that_starts_late_is_found(tmp_path: Path) -> None:
     """And a token that is not there before the leader has made it."""
-    port = free_port()
     started: list[LeaderLoop] = []
 
     def start() -> None:
+        if started:
+            return
         token = tmp_path / "token"
         token.write_bytes(TOKEN)
         token.chmod(0o600)
         started.append(LeaderLoop(port=port))
 
-    with searching(tmp_path, "127.0.0.1", port, None) as (find, said):
-        timer = threading.Timer(0.3, start)
-        timer.start()
+    with silent_port() as port, searching(tmp_path, "127.0.0.1", port, None, start) as (find, said):
         found = find(claims(), LIMIT_S)
-        timer.join()
     assert "is not there yet" in said[0]
     found.link.close()
     started[0].close()

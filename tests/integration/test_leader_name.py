@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nvrx_sre.launcher import leader_search
-from tests.integration.leader_loop import LIMIT_S, LeaderLoop, claims, searching
+from tests.integration.leader_loop import LIMIT_S, LeaderLoop, claims, searching, silent_port
 
 NAME = "run-0.workers.test"
 UNKNOWN_TRIES, REFUSED_TRIES = 3, 2
@@ -36,11 +36,9 @@ class LateName:
 
 def test_c77_a_name_that_comes_late_costs_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One launcher looks on, asking for the name anew each time; why it waits is said once for each reason."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    names = LateName(port)
-    monkeypatch.setattr(leader_search.socket, "getaddrinfo", names.getaddrinfo)
-    with searching(tmp_path, NAME, port) as (find, said):
+    with silent_port() as port, searching(tmp_path, NAME, port) as (find, said):
+        names = LateName(port)
+        monkeypatch.setattr(leader_search.socket, "getaddrinfo", names.getaddrinfo)
         found = find(claims(), LIMIT_S)
     assert names.leader is not None and names.num_asked == UNKNOWN_TRIES + REFUSED_TRIES + 1
     assert said == [

@@ -14,7 +14,7 @@ from nvrx_sre.core import threads
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_PROCESSES = 8
-LIMIT_S = 150
+LIMIT_S = 400
 
 
 @pytest.mark.processes
@@ -35,4 +35,4 @@ def test_a_thread_that_goes_on_is_told_from_one_that_sleeps() -> None:
     """The main thread of this process works as long as it is asked; a name that no thread has is asleep."""
     own = Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
     assert not threads.wait_until_asleep(own, limit_s=0.2)
-    assert threads.wait_until_asleep("no-such-thread", limit_s=5)
+    assert threads.wait_until_asleep("no-such-thread", limit_s=60)

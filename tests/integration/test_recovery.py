@@ -23,12 +23,14 @@ from nvrx_sre.events.schema import (
     RunFinished,
     SaveCommitted,
     SaveStarted,
+    StandbyReady,
     StateRestored,
     StepKind,
     StepsCommitted,
     WorkerExited,
 )
-from tests.integration.launched import Ended, finish, start, train, train_arguments, wait_for
+from nvrx_sre.launcher.node import GROUP_TIMEOUT_S
+from tests.integration.launched import FINDS_HANGS, PATIENT, Ended, finish, start, train, train_arguments, wait_for
 
 DIGESTS = ("loss_digest", "samples_digest", "state_digest")
 HELD_MIB = 64
@@ -69,12 +71,15 @@ def test_in_process_recovery_keeps_every_process(oracle: tuple[int, Ended], tmp_
     """Exceptions, a Python hang and a hang in a native collective cost no process, on rank 0 as on another."""
     nproc, unfaulted = oracle
     specs = ("exception@1:5", "exception@0:9/backward", "hang@1:13", "hang@0:17/collective")
-    ended = train(tmp_path / "run", "--nproc", str(nproc), "--standbys", "0", *fault_arguments(*specs))
+    arguments = ("--nproc", str(nproc), "--standbys", "0", *FINDS_HANGS, *fault_arguments(*specs))
+    ended = train(tmp_path / "run", *arguments)
     assert_same_as(unfaulted, ended)
     incidents = recovered(ended, 4)
     assert {event.layer for event in incidents} == {Layer.IN_PROCESS}, ended.explain()
     assert not ended.events(RankReplaced), ended.explain()
-    assert all(event.rollback_steps <= 1 for event in incidents)
+    # A capture that found no free slot, where a launcher on a busy machine is behind its ranks, costs a step more.
+    more = sum(max(0, event.rollback_steps - 1) for event in incidents)
+    assert more <= ended.summary["saves"]["hot"]["skipped"], ended.explain()
     assert len({tuple(event.pids) for _, event in ended.events(GenerationFormed)}) == 1, "every pid is unchanged"
     assert len(ended.rank_pids()) == nproc
     hangs = [(record.rank, event) for record, event in ended.events(FaultDetected) if event.fault == "hang"]
@@ -82,7 +87,7 @@ def test_in_process_recovery_keeps_every_process(oracle: tuple[int, Ended], tmp_
 
 
 def test_c47_c48_a_killed_rank_costs_one_new_process(oracle: tuple[int, Ended], tmp_path: Path) -> None:
-    """SIGKILL of any rank, rank 0 included: one warm replacement each, survivors keep their processes.
+    """SIGKILL of any rank, rank 0 included: one replacement each, a warm one where one is ready; survivors stay.
 
     Each is one fault that names the culprit; the errors of its victims are none.
     """
@@ -102,7 +107,11 @@ def test_c47_c48_a_killed_rank_costs_one_new_process(oracle: tuple[int, Ended], 
     assert [record.rank for record, _ in replaced] == [0, other], ended.explain()
     faults = [(record.rank, event.fault, event.signal) for record, event in ended.events(FaultDetected)]
     assert faults == [(0, "killed", 9), (other, "killed", 9)], ended.explain()
-    assert all(event.warm for _, event in replaced), ended.explain()
+    ready = [record.seq for record, _ in ended.events(StandbyReady)]
+    num_used = 0
+    for record, event in replaced:
+        assert event.warm == (sum(seq < record.seq for seq in ready) > num_used), ended.explain()
+        num_used += event.warm
     formed = [event.pids for _, event in ended.events(GenerationFormed)]
     changed = [[rank for rank in range(nproc) if old[rank] != new[rank]] for old, new in pairwise(formed)]
     assert changed == [[0], [other]], "exactly one new pid each"
@@ -121,7 +130,7 @@ def test_c27_stacks_are_written_before_a_hang_is_ended(oracle: tuple[int, Ended]
     The rank that hangs names the user's function, its peer the collective in which it waits; so do the traces.
     """
     nproc, unfaulted = oracle
-    ended = train(tmp_path / "run", "--nproc", str(nproc), "--standbys", "0", "--fault", "hang@1:6")
+    ended = train(tmp_path / "run", "--nproc", str(nproc), "--standbys", "0", *FINDS_HANGS, "--fault", "hang@1:6")
     assert_same_as(unfaulted, ended)
     faults = [(record.rank, event.fault, event.detector) for record, event in ended.events(FaultDetected)]
     assert faults == [(1, "hang", "deadline")], ended.explain()
@@ -144,12 +153,12 @@ def test_c30_a_frozen_rank_is_replaced_within_its_deadline(tmp_path: Path) -> No
     SIGSTOP, a native call that never returns, and one that holds the interpreter's lock.
     """
     specs = ("sigstop@1:5", "hang_native@1:10", "hang_gil@0:15")
-    ended = train(tmp_path / "run", "--nproc", "2", *fault_arguments(*specs))
+    ended = train(tmp_path / "run", "--nproc", "2", *FINDS_HANGS, *fault_arguments(*specs))
     assert ended.exit_code == 0, ended.explain()
     incidents = recovered(ended, 3)
     assert {(event.fault, event.layer) for event in incidents} == {("hang", Layer.WORKER)}, ended.explain()
     assert [record.rank for record, _ in ended.events(RankReplaced)] == [1, 1, 0], ended.explain()
-    assert all(event.outage_s is not None and event.outage_s < 60 for event in incidents)
+    assert all(event.outage_s is not None and event.outage_s < GROUP_TIMEOUT_S / 4 for event in incidents)
     stopped, native, holding = (
         "".join(path.read_text() for path in (tmp_path / "run" / "incidents" / f"{number:05d}").glob("*.stacks.txt"))
         for number in (1, 2, 3)
@@ -163,7 +172,8 @@ def test_the_demos_faults_one_after_another(oracle: tuple[int, Ended], tmp_path:
     nproc, unfaulted = oracle
     faults = ["exception@1:5", "sigkill@0:10", "hang@1:18", "corrupt_checkpoint@1:20", "node_kill@0:22"]
     # Waited for, the writer takes each step that is due, however slow the machine.
-    ended = train(tmp_path / "run", "--nproc", str(nproc), "--on-busy", "wait", *fault_arguments(*faults))
+    arguments = ("--nproc", str(nproc), "--on-busy", "wait", *FINDS_HANGS, *fault_arguments(*faults))
+    ended = train(tmp_path / "run", *arguments)
     assert_same_as(unfaulted, ended)
     layers = [event.layer for _, event in ended.events(IncidentClosed)]
     assert layers == [Layer.IN_PROCESS, Layer.WORKER, Layer.IN_PROCESS, Layer.WORKER], ended.explain()
@@ -201,7 +211,7 @@ def test_a_replay_that_differs_ends_the_run(tmp_path: Path) -> None:
     data.write_bytes(bytes(range(256)) * 400)
     run_dir = tmp_path / "run"
     faults = fault_arguments("hang@1:12", "nonfinite@1:14")  # the hang gives time to change the data
-    arguments = train_arguments(run_dir, "--standbys", "0", "--data", str(data), *faults, "--step-deadline", "4")
+    arguments = train_arguments(run_dir, "--standbys", "0", "--data", str(data), *faults, "--step-deadline", "8")
     popen = start(arguments)
     wait_for(run_dir, popen, lambda record: isinstance(record.event, FaultInjected))
     with data.open("r+b") as file:  # in place: the ranks have the file mapped
@@ -220,7 +230,7 @@ def test_a_save_handed_over_survives_the_loss_of_every_rank(tmp_path: Path) -> N
 
     They wait at the boundary until it is handed over: the writer may still be starting up.
     """
-    faults = fault_arguments("slow_storage@0:7=0.2s", "sigkill@0:9/data", "sigkill@1:9/data")
+    faults = fault_arguments("slow_storage@0:7=5s/rename", "sigkill@0:9/data", "sigkill@1:9/data")
     ended = train(tmp_path / "run", "--nproc", "2", "--on-busy", "wait", *faults)
     assert ended.exit_code == 0, ended.explain()
     story = [type(record.event).__name__ for record in ended.records if is_of_the_save(record)]
@@ -241,6 +251,7 @@ def test_c33_many_restarts_leak_nothing_and_meshes_are_current(tmp_path: Path) -
     """
     script = str(Path(__file__).with_name("clipping_script.py"))
     common = ["launch", "--nproc-per-node", "2", "--standbys", "0", "--metrics-linger", "0", "--save-every", "1000"]
+    common += PATIENT
     plain = finish(start([*common, "--run-dir", str(tmp_path / "plain"), script]), tmp_path / "plain")
     faults = fault_arguments(*(f"exception@{step // 2 % 2}:{step}" for step in range(2, 62, 2)))
     faulted = finish(start([*common, "--run-dir", str(tmp_path / "run"), *faults, script]), tmp_path / "run")
@@ -253,6 +264,8 @@ def test_c33_many_restarts_leak_nothing_and_meshes_are_current(tmp_path: Path) -
     assert results[0] == results[1] and results[0]["norm"] > 0
     assert faulted.summary["final_loss"] == plain.summary["final_loss"]
     resources, resident = printed(tmp_path / "run", "resources"), printed(tmp_path / "run", "resident")
-    assert resources[3] == resources[31], f"descriptors, threads, Python threads by generation: {resources}"
+    # The groups of the generation before may be on their way out; one that is kept is more in each of 28 generations.
+    grown = [late - early for early, late in zip(resources[3], resources[31], strict=True)]
+    assert max(grown) < 28 / 2, f"descriptors, threads, Python threads by generation: {resources}"
     # A single generation that is kept would be more than this.
     assert resident[31][0] - resident[3][0] < HELD_MIB / 2, f"resident MiB by generation: {resident}"

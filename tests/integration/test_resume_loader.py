@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nvrx_sre.events.schema import RankReplaced, StateRestored
-from tests.integration.launched import Ended, finish, start
+from tests.integration.launched import PATIENT, Ended, finish, start
 
 pytestmark = pytest.mark.processes
 
@@ -33,7 +33,7 @@ def run(root: Path, *options: str, faults: tuple[str, ...] = (), num_ranks: int 
         "0",
     ]
     planned = [word for fault in faults for word in ("--fault", fault)]
-    arguments = ["launch", *common, *planned, SCRIPT, str(told), str(NUM_STEPS), *options]
+    arguments = ["launch", *common, *PATIENT, *planned, SCRIPT, str(told), str(NUM_STEPS), *options]
     return finish(start(arguments), root / "run"), told
 
 

@@ -23,7 +23,7 @@ from tests.integration.resume_ranks import build, train
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 150
+LIMIT_S = 300
 CASES = ["visible", "late", "never", "damaged", "replicas"]
 
 

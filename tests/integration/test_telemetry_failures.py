@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launched import Ended, finish, start, train, train_arguments
+from tests.integration.launched import PATIENT, Ended, finish, start, train, train_arguments
 
 DIGESTS = ("loss_digest", "samples_digest", "state_digest")
 NUM_SCRAPERS = 20
@@ -98,8 +98,10 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     with socket.create_server(("127.0.0.1", 0)) as collector:
         endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}/v1/traces"
         faults = ("--fault", "exception@1:5", "--fault", "sigkill@0:10")
-        # No fault here is a hang, and a machine that serves a storm beside it may be slow for once.
-        arguments = train_arguments(run_dir, *faults, "--otlp-endpoint", endpoint, "--step-deadline", "30")
+        # Each answer that the collector owes, and the exit with it, is waited for as long as in any run.
+        limits = run_dir.parent / "limits.toml"
+        limits.write_text(re.sub("^exporter_timeout_s.*", "", Path(PATIENT[1]).read_text(), flags=re.MULTILINE))
+        arguments = train_arguments(run_dir, *faults, "--otlp-endpoint", endpoint, "--config", str(limits))
         mount = f"mount -t tmpfs -o size=8k none {run_dir / 'journal'}"
         popen = start(arguments, "tests.integration.broken_telemetry", prefix=mounted(mount))
         storm = Storm(wait_for_url(run_dir, popen))

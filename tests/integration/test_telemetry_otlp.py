@@ -18,8 +18,9 @@ from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.context import generation_span_id, run_trace_id
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
 from nvrx_sre.telemetry.otlp import OtlpSink
-from tests.integration.launched import finish, start
+from tests.integration.launched import PATIENT, finish, start
 from tests.integration.otlp_receiver import Receiver, attributes
+from tests.patience import PATIENCE_S
 from tests.stories import RUN, exception_story, fallback_story, ns
 
 
@@ -39,13 +40,15 @@ def export(run_dir: Path, endpoint: str, timeout_s: float, records: Sequence[Rec
     telemetry.replay()
     for record in records or exception_story().records:
         telemetry.record(record)
+    # What is left for the end, and its bound, is the collector.
+    assert telemetry.sync(PATIENCE_S) and telemetry._span_sink.flush(PATIENCE_S)
     telemetry.close()
     return telemetry
 
 
 def test_a_collector_gets_every_span_with_our_times_and_ids(tmp_path: Path, receiver: Receiver) -> None:
     """Ids, parents, explicit times, status and attributes arrive as they stand in spans.jsonl."""
-    telemetry = export(tmp_path, receiver.url, 30.0)
+    telemetry = export(tmp_path, receiver.url, PATIENCE_S)
     assert len(receiver.spans) == telemetry.spans.num_finished
     incident = next(span for span in receiver.spans if span.name == "nvrx.incident")
     assert incident.trace_id.hex() == incident_trace_id(RUN, 1)
@@ -79,7 +82,7 @@ PARENTS = {
 
 def test_the_collector_sees_the_hierarchy_in_two_traces(tmp_path: Path, receiver: Receiver) -> None:
     """Every span stands under the one that its name says: the run's trace, and one for the incident."""
-    export(tmp_path, receiver.url, 30.0, fallback_story().records)
+    export(tmp_path, receiver.url, PATIENCE_S, fallback_story().records)
     by_id = {span.span_id: span for span in receiver.spans}
     assert len(by_id) == len(receiver.spans)
     assert {span.name for span in receiver.spans} == set(PARENTS)
@@ -94,7 +97,7 @@ def test_the_collector_sees_the_hierarchy_in_two_traces(tmp_path: Path, receiver
 
 def test_names_are_those_of_the_conventions(tmp_path: Path, receiver: Receiver) -> None:
     """Service, host and process on the resource; `error.type` and the process that failed on the spans."""
-    export(tmp_path, receiver.url, 30.0)
+    export(tmp_path, receiver.url, PATIENCE_S)
     (resource,) = {tuple(sorted(item.items())) for item in receiver.resources}
     expected = {"service.name": "nvrx-sre", "service.instance.id": f"{RUN}/1", "process.pid": os.getpid()}
     assert expected.items() <= dict(resource).items()
@@ -111,7 +114,7 @@ def test_names_are_those_of_the_conventions(tmp_path: Path, receiver: Receiver) 
 
 def test_a_replay_sends_nothing_twice(tmp_path: Path, receiver: Receiver) -> None:
     """What the next launcher finds in spans.jsonl was sent before."""
-    export(tmp_path, receiver.url, 30.0)
+    export(tmp_path, receiver.url, PATIENCE_S)
     sent = len(receiver.spans)
     again = Telemetry(TelemetryConfig(run=RUN, run_dir=tmp_path, epoch=2, otlp_endpoint=receiver.url))
     again.replay()
@@ -170,7 +173,7 @@ def test_c59_spans_of_ranks_and_of_their_children_belong_to_their_generation(
     script = tmp_path / "script.py"
     script.write_text(TRACED_SCRIPT)
     run_dir = tmp_path / "run"
-    options = ["--run-dir", str(run_dir), "--name", RUN, "--nproc-per-node", "1", "--standbys", "0"]
+    options = ["--run-dir", str(run_dir), "--name", RUN, "--nproc-per-node", "1", "--standbys", "0", *PATIENT]
     fault = ["--fault", "exception@0:3", "--otlp-endpoint", receiver.url, "--metrics-linger", "0"]
     foreign = f"00-{'a' * 32}-{'b' * 16}-01"
     popen = start(["launch", *options, *fault, str(script)], USER_OTLP=receiver.url, TRACEPARENT=foreign)

@@ -16,25 +16,29 @@ from nvrx_sre.events.schema import FaultClass, IncidentClosed, LauncherStarted, 
 from nvrx_sre.events.snapshot import fits
 from nvrx_sre.launcher.past import LauncherFolds, read_past
 from nvrx_sre.launcher.rundir import RunDirectory
-from nvrx_sre.telemetry import catalog
+from nvrx_sre.telemetry import catalog, hub
 from nvrx_sre.telemetry.folded import FoldedRun
 from nvrx_sre.telemetry.hub import Telemetry, TelemetryConfig
 from nvrx_sre.telemetry.metric import Scope
-from tests.integration.test_telemetry_hub import counters, get
+from tests.integration.test_telemetry_hub import PATIENT, counters, get
+from tests.patience import PATIENCE_S
 from tests.stories import RUN, Story, begin, exception_story, lost_launcher_story
 
-SMALL = Limits(telemetry=TelemetryLimits(journal_segment_bytes=2_500, journal_segments=6))
-SYNC_S = 10.0
+SMALL = Limits(
+    telemetry=TelemetryLimits(journal_segment_bytes=2_500, journal_segments=6, exporter_timeout_s=PATIENCE_S)
+)
+SYNC_S = PATIENCE_S
 Start = Callable[..., Telemetry]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts telemetry on the test's run directory, with its journal replayed; closed at the end."""
+    monkeypatch.setattr(hub, "SCRAPE_SYNC_S", PATIENCE_S)
     started: list[Telemetry] = []
 
     def begin_at(epoch: int = 1, **changes: object) -> Telemetry:
-        options = {"run": RUN, "run_dir": tmp_path / "run", "epoch": epoch, **changes}
+        options = {"run": RUN, "run_dir": tmp_path / "run", "epoch": epoch, "limits": PATIENT, **changes}
         telemetry = Telemetry(TelemetryConfig(**options))  # type: ignore[arg-type]  # free-form for tests
         telemetry.companions = LauncherFolds().parts
         telemetry.replay()
@@ -236,7 +240,7 @@ def test_a_long_run_starts_from_its_newest_snapshot(start: Start, tmp_path: Path
 def test_events_owed_at_a_rotation_are_not_lost(start: Start, tmp_path: Path) -> None:
     """A snapshot is never taken between a record and the events that follow from it."""
     records = exception_story().records
-    telemetry = start(limits=Limits(telemetry=TelemetryLimits(journal_segment_bytes=1)))
+    telemetry = start(limits=Limits(telemetry=TelemetryLimits(journal_segment_bytes=1, exporter_timeout_s=PATIENCE_S)))
     for record in records:
         telemetry.record(record)
         settle(telemetry)

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 150
+LIMIT_S = 300
 EVALUATED = ("--steps", "8", "--evaluate-every", "8")
 DIGESTS = ("loss_digest", "samples_digest", "state_digest")
 

@@ -15,7 +15,7 @@ from nvrx_sre.events.channel import CHANNEL_FD_VARIABLE, create_pair
 from nvrx_sre.events.settings import ChildSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 90
+LIMIT_S = 180
 """A writer that says nothing for this long has hung."""
 
 M = TypeVar("M", bound=wire.Message)

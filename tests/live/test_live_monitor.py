@@ -80,7 +80,7 @@ def test_monitor_says_what_fires_and_leaves_nothing_behind(tmp_path: Path, now: 
     run = training_run(root, security)
     try:
         read_until(popen, rf"watching demo \({re.escape(run.server.url)}\)")
-        assert run.server.wait_for_scrapes(2, 60.0)
+        assert run.server.wait_for_scrapes(2, 150.0)
         for _ in range(2):
             run.at_s = run.fail(run.at_s, FaultClass.EXCEPTION)
         run.story.fault(run.at_s + 0.2, run.at_s + 0.3, FaultClass.EXCEPTION, 1)
@@ -91,7 +91,7 @@ def test_monitor_says_what_fires_and_leaves_nothing_behind(tmp_path: Path, now: 
     finally:
         run.server.close()
         popen.send_signal(signal.SIGTERM)
-    output, _ = popen.communicate(timeout=60)
+    output, _ = popen.communicate(timeout=150)
     assert (popen.returncode, output.splitlines()[-1]) == (0, "stopped"), output
     assert len(children) >= 2
     assert not any(child.is_running() for child in children)

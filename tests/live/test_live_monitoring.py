@@ -26,7 +26,7 @@ from tests.live.told import STORY_S, LiveRun
 pytestmark = pytest.mark.live
 
 LABELS = {"cluster": "c1", "namespace": "ml"}
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 WATCHDOG = "NvrxWatchdog"
 
 

@@ -116,7 +116,7 @@ def told(run: str, story: stories.Story, mode: RankMetrics) -> Iterator[MetricsS
         fold.loop_turned(CLOCK.wall_ns())
 
     def tell_the_rest() -> None:
-        server.wait_for_scrapes(2, 30.0)
+        server.wait_for_scrapes(2, 120.0)
         tell(len(story.records))
 
     tell(5)

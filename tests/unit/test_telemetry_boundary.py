@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
-from nvrx_sre.telemetry.boundary import NOTE_INTERVAL_S, Boundary
+from nvrx_sre.telemetry.boundary import NOTE_INTERVAL_S, Boundary, SinkThread
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.testing.clock import ManualClock
+from tests.patience import PATIENCE_S
 
 
 def refuse(_: Sequence[int]) -> None:
@@ -50,3 +52,22 @@ def test_parts_are_noted_apart() -> None:
     for component in (Component.OTLP, Component.SPANS, Component.OTLP):
         boundary.handle(component, refuse, [1])
     assert [note.split()[1] for note in notes] == ["otlp", "spans"]
+
+
+def test_what_a_sink_could_not_do_is_counted_once_and_waited_for_once() -> None:
+    """Closed again it says so at once: nobody works on what was dropped."""
+    boundary, begun, may_end = Boundary(ManualClock()), threading.Event(), threading.Event()
+
+    def work(_: Sequence[int]) -> None:
+        begun.set()
+        may_end.wait()
+
+    sink = SinkThread(Component.LOG, work, boundary)
+    sink.submit(1)
+    sink.hurry()
+    assert begun.wait(PATIENCE_S)
+    sink.submit(2)
+    assert not sink.close(0.0)
+    assert not sink.close(float("inf"))
+    assert boundary.num_dropped()[Component.LOG] == 2
+    may_end.set()
