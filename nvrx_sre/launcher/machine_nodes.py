@@ -53,7 +53,10 @@ class Nodes:
         self._recovery.refill_standbys(now_ns)
         if job.stage is Stage.FORMING:
             # An earlier launcher may have excluded a device of it, or it be another host than the planned world has.
-            if job.left_out or job.history.excluded or self._recovery.is_changing_world:
+            brings_less = not job.is_enough(job.num_devices_of(job.left_out))
+            if brings_less:
+                job.left_out = set()  # whom the world was enough without is waited for again
+            if brings_less or job.left_out or job.history.excluded or self._recovery.is_changing_world:
                 self._recovery.take_back_nodes(now_ns)
             self._recovery.fill(now_ns, job.ranks_on(node))
         num_devices = job.num_devices_of(job.left_out)

@@ -9,8 +9,9 @@ import pytest
 from nvrx_sre.core.limits import CapLimits, Limits, NodeLimits
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
-from nvrx_sre.events.schema import FaultClass, Role
+from nvrx_sre.events.schema import FaultClass, Record, Role
 from nvrx_sre.launcher import commands as c
+from nvrx_sre.policy.history import History
 from nvrx_sre.testing.driven import DrivenMachine
 
 LIMITS = Limits(caps=CapLimits(backoff_s=(0.0,)), nodes=NodeLimits(join_s=60, grace_s=5))
@@ -211,6 +212,47 @@ def test_a_node_that_comes_back_late_takes_part_from_the_next_formation() -> Non
         driven.start_child(spawn.child)
         driven.make_ready(spawn.child)
     assert opened(driven) == [4]
+
+
+def with_a_spare() -> DrivenMachine:
+    """The world does without node 2; node 1 is replaced by a host of which one device is excluded: 3 of 4 are left."""
+    history = History()
+    event = schema.RankExcluded(device="spare/0", reason="it was the root three times", world_size=5)
+    history.apply(Record(run="run", epoch=1, generation=1, rank=2, seq=1, time_ns=1, event=event))
+    driven = begun(num_nodes=3, num_ranks=6, min_world_size=4, history=history)
+    lose_and_leave(driven, 2, 0, 1, 2, 3)
+    driven.wait(5.1)
+    assert opened(driven) == [4]
+    driven.num_ranks = 4
+    driven.restore(1, "hot")
+    driven.forget()
+    lose_and_leave(driven, 1, 0, 1)
+    driven.feed(c.NodeJoined(node=1, name="spare"))
+    return driven
+
+
+def test_a_host_that_brings_too_little_waits_for_a_node_that_was_left_out() -> None:
+    """With node 2 it is enough: the world begins when that is back."""
+    driven = with_a_spare()
+    for spawn in driven.all(c.Spawn):
+        if spawn.node == 1 and spawn.rank is not None:
+            driven.start_child(spawn.child)
+            driven.make_ready(spawn.child)
+    assert opened(driven) == [] and not driven.all(c.Stop)
+    return_of(driven, 2)
+    assert opened(driven) == [5]
+
+
+def test_a_host_that_brings_too_little_ends_the_run_retryable_if_nobody_else_comes() -> None:
+    """Nothing is wrong that an operator could put right: more nodes may come the next time. Not before the limit."""
+    driven = with_a_spare()
+    driven.wait(59)
+    assert not driven.all(c.Stop) and not driven.all(c.LeaveChild)
+    driven.wait(2)
+    for spawn in driven.all(c.Spawn):
+        driven.kill(spawn.child)
+    (stop,) = driven.all(c.Stop)
+    assert (stop.exit_code, stop.reason.split(";")[0]) == (75, "node 2 did not come within 60 s")
 
 
 def test_a_node_without_ranks_of_the_world_may_come_and_go() -> None:
