@@ -24,10 +24,10 @@ GRACE_S = 0.1
 """Longest wait for answers: half of the 0.2 s within which a hang is to be found after its deadline, since from another
 node the word on a rank's progress may wait for company for the other half (`pace.LIVENESS_S`). A thread that wants a
 busy interpreter gets it after 5 ms, and an answer from another node leaves within 5 ms (`pace.BUNDLE_S`)."""
-ANSWER_S = 50e-6
-"""Time to ask one rank and to hear it. It took the launcher 28 to 35 us of processor time on two busy cores, with 2,048
-and 8,192 ranks of other nodes alike: 13 to 15 to write the question, 15 to 20 to read and take in the answer. From
-some 3,000 ranks on `GRACE_S` would end before the last answer, and ranks that were in time be judged by old words."""
+ANSWER_S = 100e-6
+"""Longest time to ask one rank and to hear it: twice the launcher's 31 to 50 us of processor time on two busy cores, with
+2,048 ranks of other nodes (8,192: 34), of which a good third writes the question and the rest takes in the answer. With
+`GRACE_S` alone the last of some 2,000 would be heard too late, and ranks that were in time be judged by old words."""
 
 
 def grace_s(num_asked: int) -> float:

@@ -224,7 +224,7 @@ def test_token_reference_leaves_the_warm_up_out() -> None:
 
 
 def test_a_phase_of_one_rank_costs_no_look_at_the_others() -> None:
-    """With 16,384 ranks a look at all of them for each phase of each costs minutes in every recovery."""
+    """With 16,384 ranks a look at all of them for each phase of each cost a minute in every recovery."""
     story = Story()
     story.start(0.0, world=64)
     story.form(1.0, 0, RestoredFrom.FRESH, world=64)
