@@ -25,7 +25,7 @@ GRACE_S = 0.1
 node the word on a rank's progress may wait for company for the other half (`pace.LIVENESS_S`). A thread that wants a
 busy interpreter gets it after 5 ms, and an answer from another node leaves within 5 ms (`pace.BUNDLE_S`)."""
 ANSWER_S = 100e-6
-"""Longest time to ask one rank and to hear it: twice the launcher's 31 to 50 us of processor time on two busy cores with
+"""Longest time to ask one rank and to hear it: twice the launcher's 31 to 50 us of processor time on busy cores with
 2,048 ranks of other nodes (8,192: 34), of which a good third writes the question and the rest takes in the answer. With
 `GRACE_S` alone the last of some 2,000 would be heard too late, and ranks that were in time be judged by old words."""
 
