@@ -395,7 +395,8 @@ class Machine:
             used, limit = decision.budget_used[decision.cap.value], decision.budget_limit[decision.cap.value]
             self._job.emit(CapReached(cap=decision.cap, used=used, limit=limit))
         exit_code = ExitCode.DO_NOT_RESTART if decision.exit_code is None else decision.exit_code
-        self._shutdown.stop(exit_code, decision.reason, now_ns)
+        end = self._shutdown.give_up if exit_code == ExitCode.DO_NOT_RESTART else self._shutdown.stop
+        end(exit_code, decision.reason, now_ns)
 
     def _request_stacks(self) -> None:
         for child in self._roster.seated():

@@ -1,6 +1,6 @@
 """The end of a run: drain what is durable, let the children go, stop.
 
-Model: an end is begun once, with an exit code and a bound. The writer may finish (and, at a preemption, save
+Model: an end is begun once, with an exit code and a bound. The writer may finish (and, where the run is stopped, save
 the newest sealed step, for which ranks need not cooperate: the slots are the launcher's); everybody else is
 told to leave and killed after a grace. When no child is left, or all bounds have passed, the run is finished.
 
@@ -39,7 +39,7 @@ class Shutdown:
         """Of a run that is through and whose last step is not saved."""
         self._drain_until_ns = 0
         self._give_up_ns: int | None = None
-        self._is_draining = False
+        self._says_what_is_durable = False
         self._is_hurried = False
         """Somebody who kills waits for the end."""
 
@@ -56,12 +56,20 @@ class Shutdown:
         self._leave_all(now_ns)
         self.poll(now_ns)
 
+    def give_up(self, exit_code: int, reason: str, now_ns: int) -> None:
+        """Not to be started again as it is: ranks go at once, the newest sealed step is saved for whoever cures it."""
+        self._begin(exit_code, reason, self._job.config.limits.deadlines.final_drain_s, now_ns)
+        self._leave_all(now_ns)
+        self._says_what_is_durable = self._commits.high_water > 0
+        self._saves.flush(self._commits.sealed, now_ns)
+        self.poll(now_ns)
+
     def drain(self, exit_code: int, reason: str, now_ns: int) -> None:
         """Preempted or halted: ranks go at once, the newest sealed step is saved."""
         self._begin(exit_code, reason, self._job.config.limits.deadlines.preemption_drain_s, now_ns)
         self._leave_all(now_ns)
         self._saves.flush(self._commits.sealed, now_ns)
-        self._is_draining = self._is_hurried = True
+        self._says_what_is_durable = self._is_hurried = True
         self.poll(now_ns)
 
     def hurry(self, exit_code: int, now_ns: int) -> None:
@@ -131,7 +139,7 @@ class Shutdown:
         """What the end of a run says about its saves: what really committed, not what was hoped for."""
         step = self._saves.committed_step
         known = f"durable up to step {step}" if step >= 0 else "nothing is durable"
-        if self._is_draining:
+        if self._says_what_is_durable:
             return f"; {known}"
         if not self._is_last_step_lost():
             return ""

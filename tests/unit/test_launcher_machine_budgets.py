@@ -104,7 +104,10 @@ def test_c37_replacement_that_dies_before_it_joins_is_counted_once() -> None:
 
 
 def test_c41_store_that_cannot_be_opened_is_the_storages_matter() -> None:
-    """What fails on the launcher's side of a generation is retried, and then left with 75: no fault of training."""
+    """What fails on the launcher's side of a generation is retried, and then left with 75: no fault of training.
+
+    What is sealed is not saved at that end: it would have to go to the storage that fails.
+    """
     driven = begun(limits=Limits(caps=CapLimits(backoff_s=(0.0,), transient_grace_s=0.0)), num_standbys=3)
     for attempt in range(3):
         driven.raise_in(0, 0, fault="storage", exception_type="OSError", phase="load")
@@ -115,6 +118,7 @@ def test_c41_store_that_cannot_be_opened_is_the_storages_matter() -> None:
     assert {item.fault for item in driven.events(schema.FaultDetected)} == {FaultClass.STORAGE}
     assert [item.exit_code for item in driven.events(schema.RestartDecided)] == [None, None, 75]
     assert [item.cap for item in driven.events(schema.CapReached)] == [Cap.STORAGE]
+    assert not driven.all(c.StartSave)
 
 
 @pytest.mark.parametrize("num_unrecorded", [0, 3])

@@ -376,12 +376,10 @@ def test_third_attempt_goes_one_checkpoint_further_back() -> None:
     assert [item.checkpoints_back for item in driven.all(c.OpenGeneration)] == [0, 1]
 
 
-def test_cap_stops_the_run_and_drains_the_writer() -> None:
-    """The cap is told, ranks are ended, the save in flight may finish, exit 93."""
-    driven = begun(num_standbys=0)
-    driven.step(10, durable=True)
+def looped(driven: DrivenMachine, step: int) -> None:
+    """Three attempts of one fault behind `step`, from which two go on; the ranks are dead then."""
     for attempt in range(3):
-        driven.raise_in(1, 11)
+        driven.raise_in(1, step + 1)
         if attempt == 1:
             driven.kill(driven.child_of(1))
             spawn = driven.all(c.Spawn)[-1]
@@ -391,14 +389,38 @@ def test_cap_stops_the_run_and_drains_the_writer() -> None:
         elif attempt == 0:
             driven.leave_generation(0, 1)
         if attempt < 2:
-            driven.restore(10, "hot")
+            driven.restore(step, "hot")
     assert [item.cap for item in driven.events(schema.CapReached)] == ["same_fingerprint"]
     for rank in range(2):
         driven.kill(driven.child_of(rank))
+
+
+def test_cap_stops_the_run_and_drains_the_writer() -> None:
+    """The cap is told, ranks are ended, the save in flight may finish, exit 93."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    looped(driven, 10)
     assert not driven.all(c.Stop)
     driven.write(10, "written", "committed", "verified")
     driven.kill(3, exit_code=0, signal=None)
-    assert [item.exit_code for item in driven.all(c.Stop)] == [93]
+    [stop] = driven.all(c.Stop)
+    assert (stop.exit_code, stop.reason.endswith("; durable up to step 10")) == (93, True)
+
+
+def test_cap_stops_the_run_and_loses_no_sealed_step() -> None:
+    """What no save was due for is saved before the end: who cures the cause goes on from there."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    driven.write(10, "written", "committed", "verified")
+    driven.step(11)
+    driven.step(12)
+    looped(driven, 12)
+    assert [item.step for item in driven.all(c.StartSave)] == [10, 12]
+    assert not driven.all(c.Stop)
+    driven.write(12, "written", "committed", "verified")
+    driven.kill(3, exit_code=0, signal=None)
+    [stop] = driven.all(c.Stop)
+    assert (stop.exit_code, stop.reason.endswith("; durable up to step 12")) == (93, True)
 
 
 def test_user_error_stops_with_78() -> None:
