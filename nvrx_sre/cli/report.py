@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from nvrx_sre.cli.narrate import Line, narrate
+from nvrx_sre.cli.narrate import WARN, Line, narrate
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.events.schema import Record, StepsCommitted
 from nvrx_sre.goodput.ledger import Ledger
@@ -96,7 +96,7 @@ class TerminalReporter:
         self._tally = ProgressTally()
         self._last_progress_ns: int | None = None
         self._last_text = ""
-        self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_RECORDS)
+        self._queue: queue.Queue[Record | Line | None] = queue.Queue(QUEUE_RECORDS)
         self._progress = self._make_progress() if self._console.is_terminal else None
         self._thread = threading.Thread(target=self._render_all, name="nvrx-terminal", daemon=True)
         self._thread.start()
@@ -105,6 +105,13 @@ class TerminalReporter:
         """Queue `record` for display. Never blocks, never raises."""
         try:
             self._queue.put_nowait(record)
+        except queue.Full:
+            self.num_dropped += 1
+
+    def say(self, text: str) -> None:
+        """Queue a line of what is no record. Never blocks, never raises."""
+        try:
+            self._queue.put_nowait(Line(text, WARN))
         except queue.Full:
             self.num_dropped += 1
 
@@ -137,8 +144,11 @@ class TerminalReporter:
         try:
             if self._progress is not None:
                 self._progress.start()
-            while (record := self._queue.get()) is not None:
-                self._render(record)
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, Line):
+                    self._print(item)
+                else:
+                    self._render(item)
             self._finish()
         except OSError:
             # The terminal is gone. The run goes on; what would have been shown is in the journal.

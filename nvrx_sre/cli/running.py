@@ -58,7 +58,7 @@ def run_and_report(
     )
     cause = StopCause()
     with TerminalReporter(num_steps, console) as reporter, output:
-        ended = launcher.run(config, [reporter, cause, *sinks])
+        ended = launcher.run(config, [reporter, cause, *sinks], reporter.say)
     if reporter.num_dropped:
         console.print(f"{reporter.num_dropped} records were not shown here; the journal has them")
     print_summary(ended.summary, config.run_dir, metrics_url=ended.metrics_url, num_steps=num_steps, console=console)

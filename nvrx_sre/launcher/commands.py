@@ -97,6 +97,14 @@ class NodeLost(Input):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeRefused(Input):
+    """A launcher that knows the run's secret came as this node and was sent away for good, for a reason."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceUnfit(Input):
     """The device with this index on this node should have no rank, for a reason that names it."""
 

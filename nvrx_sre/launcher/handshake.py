@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 PROTOCOL = 1
+NOT_GIVEN = "not given"
+"""What a setting without a value is called."""
 NONCE_BYTES = 32
 _LABEL = b"nvrx-sre link 1 "
 
@@ -118,10 +120,15 @@ def session_key(token: bytes, leaders: bytes, followers: bytes) -> bytes:
     return hmac.digest(token, _LABEL + b"key" + leaders + followers, hashlib.sha256)
 
 
-def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """What differs, in one line: `--save-every is 50 here and 20 there`; '' if nothing does."""
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str], *, here: str, there: str) -> str:
+    """What differs, in one line: `--save-every is 50 here and 20 there`; '' if nothing does.
+
+    `here` and `there`: what to call the places of `ours` and `theirs`; they depend on who reads the line.
+    """
     differing = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
-    return ", ".join(f"{key} is {ours.get(key)} on the leader and {theirs.get(key)} there" for key in differing)
+    return ", ".join(
+        f"{key} is {ours.get(key) or NOT_GIVEN} {here} and {theirs.get(key) or NOT_GIVEN} {there}" for key in differing
+    )
 
 
 def _mac(token: bytes, side: bytes, leaders: bytes, followers: bytes, text: str) -> str:

@@ -227,24 +227,30 @@ class LeaderLink:
             self._answer(pending, b"", Answer(refused=str(error)))
             self._drop(pending)
             return
-        refused, is_final = self._judge(claims, now_ns)
+        differs = self._differs(claims, here="on the leader", there="here")
+        refused, is_final = (differs, True) if differs else self._judge(claims, now_ns)
         answer = Answer(
             refused=refused, is_final=is_final, epoch=self._config.epoch, traceparent=self.traceparent() or ""
         )
         is_told = self._answer(pending, nonce, answer)
+        if refused and is_final:
+            reason = self._differs(claims, here="here", there="there") or refused
+            self._put(c.NodeRefused(node=claims.node_rank, reason=reason))
         if refused or not is_told:
             self._drop(pending)
             return
         self._admit(pending, nonce, claims, now_ns)
 
-    def _judge(self, claims: Claims, now_ns: int) -> tuple[str, bool]:
-        """Why the node is refused, '' if it is not; and whether that is final."""
+    def _differs(self, claims: Claims, *, here: str, there: str) -> str:
+        """What the node would run otherwise, '' if nothing."""
         config = self._config
         ours = {"version": config.version, "--name": config.run, **config.settings}
         theirs = {"version": claims.version, "--name": claims.run, **claims.settings}
-        differs = handshake.difference(ours, theirs)
-        if differs:
-            return differs, True
+        return handshake.difference(ours, theirs, here=here, there=there)
+
+    def _judge(self, claims: Claims, now_ns: int) -> tuple[str, bool]:
+        """Why a node that would run the same is refused, '' if it is not; and whether that is final."""
+        config = self._config
         if not 1 <= claims.node_rank < config.num_nodes:
             return f"--node-rank is {claims.node_rank}: use 1 to {config.num_nodes - 1} beside the leader's 0", True
         other = self._members.get(claims.node_rank)

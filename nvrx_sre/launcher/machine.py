@@ -87,6 +87,7 @@ class Machine:
             c.Stalled: self._on_stalled,
             c.NodeJoined: self._on_node_joined,
             c.NodeLost: self._on_node_lost,
+            c.NodeRefused: lambda item, now_ns: self._nodes.refuse(item.node, item.reason),
             c.DeviceUnfit: self._on_device_unfit,
             c.Tick: self._on_tick,
         }
@@ -456,8 +457,8 @@ class Machine:
         if self._job.stage is Stage.FORMING:
             self._recovery.on_tick(now_ns)
             missing = self._nodes.on_tick(now_ns)
-            if missing:
-                self._shutdown.stop(ExitCode.RETRYABLE, missing, now_ns)
+            if missing is not None:
+                self._shutdown.stop(*missing, now_ns)
         self._looks_again = True
 
     def _judge(self, now_ns: int) -> None:

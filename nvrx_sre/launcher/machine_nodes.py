@@ -3,8 +3,8 @@
 Model: node 0 is the leader's own and always there; another one joins, and may be lost with everything on it. While a
 node is awaited its ranks' seats stay vacant, so no generation is opened. If the others are enough, the world does
 without it once it has had its time (`nodes.grace_s`, at the start of the run and after a loss alike); if they are not,
-the run waits for it (`nodes.join_s`) and then ends retryable. A node that comes back while the world does without it is
-taken in at the next formation.
+the run waits for it (`nodes.join_s`) and then ends retryable; not so if its launcher was refused in the meantime, since
+that would be refused again. A node that comes back while the world does without it is taken in at the next formation.
 
 Which device is never used again is the policy's (`history.excluded`); that a node is left out is forgotten with the
 launcher. Pure.
@@ -13,6 +13,7 @@ launcher. Pure.
 from __future__ import annotations
 
 from nvrx_sre.core.clock import to_ns
+from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import NodeJoined, NodeLost, Role
 from nvrx_sre.launcher.machine_job import Job, Stage
 from nvrx_sre.launcher.machine_recovery import Recovery
@@ -35,6 +36,8 @@ class Nodes:
         self._devices: tuple[str, ...] | None = None
         self._answer_s: float | None = None
         """The newest answer of `_wait_s`, with what it rests on."""
+        self._refused: dict[int, str] = {}
+        """Nodes whose launcher was refused while they were not there, and why."""
 
     def start(self, now_ns: int) -> None:
         """The launcher begins to wait."""
@@ -45,6 +48,7 @@ class Nodes:
         job = self._job
         self._changed(now_ns)
         job.absent.discard(node)
+        self._refused.pop(node, None)
         called = job.name_node(node, name, gpu_uuids)
         job.emit(NodeJoined(node=called, node_rank=node, missing=len(job.absent)), generation=job.pending)
         if job.stage is Stage.STOPPING:
@@ -65,6 +69,11 @@ class Nodes:
         excluded = ", ".join(job.history.excluded)
         return f"{num_devices} ranks are too few without excluded devices ({excluded}); `nvrx-sre resume` takes them in"
 
+    def refuse(self, node: int, reason: str) -> None:
+        """A launcher that came as this node was sent away. Of a node that is there it says nothing."""
+        if node in self._job.absent:
+            self._refused[node] = reason
+
     def lose(self, node: int, reason: str, now_ns: int) -> list[Child]:
         """The node is gone; the children that are lost with it, workers first, by rank."""
         job = self._job
@@ -84,18 +93,24 @@ class Nodes:
         wait_s = self._wait_s()
         return None if wait_s is None else self._since_ns + to_ns(wait_s)
 
-    def on_tick(self, now_ns: int) -> str:
-        """Go on without the nodes that had their time; why the run cannot, '' if it can."""
+    def on_tick(self, now_ns: int) -> tuple[ExitCode, str] | None:
+        """Go on without the nodes that had their time; how the run ends if it cannot, and why."""
         due_ns = self.deadline_ns()
         if due_ns is None or now_ns < due_ns:
-            return ""
-        awaited = sorted(self._awaited())
+            return None
         if not self._is_enough_there():
-            shown = ", ".join(map(str, awaited))
-            return f"node {shown} did not come within {self._patience_s():g} s"
+            return self._given_up()
         self._job.left_out |= self._job.absent
         self._recovery.plan(self._job.devices_without(""), now_ns)
-        return ""
+        return None
+
+    def _given_up(self) -> tuple[ExitCode, str]:
+        awaited = sorted(self._awaited())
+        reason = f"node {', '.join(map(str, awaited))} did not come within {self._patience_s():g} s"
+        refused = [f"node {node} was refused: {self._refused[node]}" for node in awaited if node in self._refused]
+        if refused:
+            return ExitCode.CONFIG, "; ".join([reason, *refused])
+        return ExitCode.RETRYABLE, reason
 
     def _changed(self, now_ns: int) -> None:
         self._since_ns = now_ns

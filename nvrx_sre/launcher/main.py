@@ -68,9 +68,10 @@ class RunReport:
     metrics_url: str
 
 
-def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
+def run(config: RunConfig, sinks: Sequence[Sink] = (), say: Callable[[str], None] = lambda _: None) -> RunReport:
     """Run until the end; blocks, main thread only. Children, sockets and shared memory are gone when it returns.
 
+    `say` takes a line for whoever watches, of what is no record; it is called from the loop and must not block.
     Raises `UserError` or `RunDirectoryBusy` for what is wrong before anything was started.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -85,7 +86,7 @@ def run(config: RunConfig, sinks: Sequence[Sink] = ()) -> RunReport:
         devices = DeviceWatch(parent_environment(), Boundary(SystemClock()))
         stack.callback(devices.close)
         past = read_past(directory, config.run, directory.end_leftovers())
-        start = _Start(directory=directory, epoch=epoch, past=past, links=links, devices=devices)
+        start = _Start(directory=directory, epoch=epoch, past=past, links=links, devices=devices, say=say)
         refused = _refusal(start, config)
         if not refused:
             return _run_epoch(config, start, sinks)
@@ -105,6 +106,7 @@ class _Start:
     past: Past
     links: LinkConfig | None
     devices: DeviceWatch
+    say: Callable[[str], None]
 
 
 def _refusal(start: _Start, config: RunConfig) -> str:
@@ -140,6 +142,7 @@ def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunRe
         shell = Shell(config, directory, clock, machine, recorder, epoch.number)
         shell.loop_turned = telemetry.loop_turned
         shell.unfit_devices = start.devices.unfit
+        shell.say = start.say
         if start.links is not None:
             shell.listen(start.links)
         with contextlib.closing(HostSampler(telemetry, directory.path, clock, start.devices)) as sampler:

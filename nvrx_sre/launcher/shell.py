@@ -171,6 +171,10 @@ class Shell:
         """Hears, twice a second, of each rank's process and of the bytes of all hot slots."""
         self.unfit_devices: Callable[[], Mapping[int, str]] = dict
         """Devices of this node that should have no rank: index -> why. Asked twice a second."""
+        self.say: Callable[[str], None] = lambda _: None
+        """Takes a line for whoever watches the launcher, of what is no record."""
+        self._refused: dict[int, str] = {}
+        """Last said of each node that was sent away."""
         self._unfit_told: set[int] = set()
         self._config = config
         self._directory = directory
@@ -306,7 +310,14 @@ class Shell:
             self._watch.handle_ready(what, data)
 
     def _take_remote(self, item: c.Input) -> None:
-        """A fact of another node."""
+        """A fact of another node. A refusal is said once, however often the node's orchestrator starts it again."""
+        if isinstance(item, c.NodeRefused):
+            place = min(max(item.node, 0), self._config.num_nodes)  # whoever errs in the number shares one
+            if self._refused.get(place) != item.reason:
+                self._refused[place] = item.reason
+                self.say(f"node {item.node} was refused: {item.reason}")
+        elif isinstance(item, c.NodeJoined):
+            self._refused.pop(item.node, None)
         if isinstance(item, c.FromChild) and isinstance(item.message, wire.Step | wire.Alive):
             self._watch.intake.note(item.child, item.message)
         self._inputs.append(item)

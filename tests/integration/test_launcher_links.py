@@ -199,9 +199,10 @@ def test_the_end_reaches_every_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": "2"}, "version is 1 on the leader and 2 there"),
-        ({"run": "other"}, "--name is run on the leader and other there"),
-        ({"settings": {"--save-every": "20"}}, "--save-every is 50 on the leader and 20 there"),
+        ({"version": "2"}, "version is 1 on the leader and 2 here"),
+        ({"run": "other"}, "--name is run on the leader and other here"),
+        ({"settings": {"--save-every": "20"}}, "--save-every is 50 on the leader and 20 here"),
+        ({"settings": {}}, "--save-every is 50 on the leader and not given here"),
         ({"node_rank": 3}, "--node-rank is 3: use 1 to 2 beside the leader's 0"),
         ({"node_rank": 0}, "--node-rank is 0: use 1 to 2 beside the leader's 0"),
     ],
@@ -209,11 +210,13 @@ def test_the_end_reaches_every_node(tmp_path: Path) -> None:
 def test_a_node_that_does_not_fit_is_refused_by_name(
     leader: LeaderLoop, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """One line that says what differs; nothing is tried again."""
+    """One line on both sides that says what differs, each from where it is read; nothing is tried again."""
     with searching(tmp_path, "127.0.0.1", leader.port) as (find, said), pytest.raises(UserError) as refused:
         find(claims(**changes), LIMIT_S)
     assert str(refused.value) == f"leader 127.0.0.1:{leader.port} refuses this node: {message}"
     assert said == []
+    seen_there = message.replace(" here", " there").replace(" on the leader", " here")
+    assert leader.expect(c.NodeRefused) == c.NodeRefused(node=changes.get("node_rank", 1), reason=seen_there)
 
 
 def test_a_wrong_token_is_refused(leader: LeaderLoop, tmp_path: Path) -> None:
@@ -229,6 +232,7 @@ def test_a_second_launcher_of_one_node_rank_is_refused(leader: LeaderLoop, membe
     second = searching(tmp_path, "127.0.0.1", leader.port)
     with second as (find, _), pytest.raises(UserError, match="node rank 1 is taken by process 11 of host1"):
         find(claims(node="host2", pid=22), LIMIT_S)
+    assert leader.expect(c.NodeRefused).node == 1
     say(member, c.SignalReceived(signal=15, by_person=False))
     leader.expect(c.SignalReceived)
 

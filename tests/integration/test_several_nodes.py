@@ -359,7 +359,7 @@ def test_a_node_that_does_not_fit_is_refused(quick: list[str], tmp_path: Path) -
         run.start("b", *quick, "--keep", "5")
         ended = run.end("b")
         assert ended.exit_code == 78, ended.output
-        assert "refuses this node: --keep is 3 on the leader and 5 there" in ended.output
+        assert "refuses this node: --keep is 3 on the leader and 5 here" in ended.output
         token = tmp_path / "token"
         token.write_text("0123456789abcdef0123456789abcdef")
         token.chmod(0o600)
@@ -368,4 +368,6 @@ def test_a_node_that_does_not_fit_is_refused(quick: list[str], tmp_path: Path) -
         assert ended.exit_code == 78, ended.output
         assert "cannot be joined: its token is another one" in ended.output
         run.leader.send_signal(signal.SIGTERM)
-        assert run.end("a").exit_code == 143
+        ended = run.end("a")
+        assert ended.exit_code == 143
+        assert "node 1 was refused: --keep is 3 here and 5 there" in ended.output

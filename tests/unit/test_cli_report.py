@@ -145,6 +145,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "CLOSE_TIMEOUT_S", 60.0)
 
 
+def test_a_line_of_what_is_no_record_is_shown_in_its_place() -> None:
+    """It passes through the same queue, so it can hold up nobody either."""
+    console, output = _console()
+    with report.TerminalReporter(None, console) as reporter:
+        reporter(_record(_sample(schema.JournalRepaired)))
+        reporter.say("node 1 was refused: --keep is 3 here and 5 there")
+    assert output.getvalue().splitlines()[1:] == ["node 1 was refused: --keep is 3 here and 5 there"]
+
+
 class _StuckFile(io.StringIO):
     """A terminal that does not read until it is released."""
 

@@ -92,10 +92,10 @@ def test_another_protocol_is_named() -> None:
 
 
 def test_what_differs_is_named_with_both_values() -> None:
-    """One line for a person."""
-    assert handshake.difference({"a": "1", "b": "2"}, {"a": "1", "b": "2"}) == ""
-    text = handshake.difference({"--save-every": "50", "b": "2"}, {"--save-every": "20", "c": "3"})
-    assert text == (
-        "--save-every is 50 on the leader and 20 there, b is 2 on the leader and None there, "
-        "c is None on the leader and 3 there"
+    """One line for a person; an option that one of the two does not have, or has without a value, was not given."""
+    assert handshake.difference({"a": "1", "b": "2"}, {"a": "1", "b": "2"}, here="here", there="there") == ""
+    ours, theirs = {"--fault": "sigkill@1:60", "--save-every": "50"}, {"--fault": "", "--save-every": "20", "c": "3"}
+    assert handshake.difference(ours, theirs, here="here", there="there") == (
+        "--fault is sigkill@1:60 here and not given there, --save-every is 50 here and 20 there, "
+        "c is not given here and 3 there"
     )

@@ -122,6 +122,46 @@ def test_a_node_that_never_comes_ends_the_run_retryable() -> None:
     assert (stop.exit_code, stop.reason.split(";")[0]) == (75, "node 1 did not come within 60 s")
 
 
+def test_a_node_that_was_refused_and_did_not_come_since_is_not_waited_for_again() -> None:
+    """Exit 78 with what its launcher was refused for: started again as it is, it would be refused again."""
+    driven = launched()
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    driven.feed(c.NodeRefused(node=1, reason="--keep is 3 here and 5 there"))
+    driven.wait(59)
+    assert not driven.all(c.Stop)
+    driven.wait(2)
+    for spawn in driven.all(c.Spawn):
+        driven.kill(spawn.child)
+    (stop,) = driven.all(c.Stop)
+    assert (stop.exit_code, stop.reason.split("; durable")[0]) == (
+        78,
+        "node 1 did not come within 60 s; node 1 was refused: --keep is 3 here and 5 there",
+    )
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_refusal_from_before_a_node_was_lost_ends_no_run(is_there: bool) -> None:
+    """A node that came was cured, a stranger beside one that is there is none: once lost, it is like any other."""
+    driven = launched()
+    refused = c.NodeRefused(node=1, reason="--keep is 3 here and 5 there")
+    if not is_there:
+        driven.feed(refused)
+    driven.join(1)
+    driven.begin()
+    driven.step(1)
+    if is_there:
+        driven.feed(refused)
+        driven.feed(c.NodeRefused(node=9, reason="--node-rank is 9: use 1 to 1 beside the leader's 0"))
+    assert not driven.all(c.Stop)
+    driven.lose(1)
+    driven.wait(61)
+    for spawn in driven.all(c.Spawn):
+        driven.kill(spawn.child)
+    (stop,) = driven.all(c.Stop)
+    assert (stop.exit_code, "was refused" in stop.reason) == (75, False)
+
+
 def test_enough_nodes_go_on_without_the_others_after_a_grace() -> None:
     """At the start: the minimum is there, the rest has had its time."""
     driven = launched(num_nodes=3, num_ranks=6, min_world_size=4)

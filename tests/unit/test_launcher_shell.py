@@ -158,17 +158,40 @@ class BusyMachine:
         return []
 
 
+def _shell(tmp_path: Path, clock: ManualClock, machine: Any) -> Shell:
+    """The loop around `machine`, in a run directory of its own."""
+    config = RunConfig(run="r", run_dir=tmp_path / "r", command=("x.py",), nproc=1, min_world_size=1)
+    telemetry: Any = SlowJournal()
+    directory = RunDirectory(config.run_dir)
+    directory.prepare("r", {})
+    epoch = directory.take_epoch().number
+    recorder = Recorder(config, epoch, clock, LauncherFolds(), telemetry)
+    return Shell(config, directory, clock, machine, recorder, epoch)
+
+
+def test_a_node_that_is_refused_is_said_once_for_each_reason(tmp_path: Path) -> None:
+    """Its orchestrator starts it again and again; once it has joined, the next one is news. All reach the machine."""
+    clock = ManualClock(start_ns=10**9)
+    machine = BusyMachine(clock, 0.0)
+    shell = _shell(tmp_path, clock, machine)
+    said: list[str] = []
+    shell.say = said.append
+    refused, other = c.NodeRefused(node=1, reason="--keep is 3 here and 5 there"), c.NodeRefused(node=1, reason="b")
+    items: list[c.Input] = [refused, refused, other, c.NodeJoined(node=1, name="h"), other]
+    for item in items:
+        shell._take_remote(item)
+    shell.run()
+    keep, b = "node 1 was refused: --keep is 3 here and 5 there", "node 1 was refused: b"
+    assert said == [keep, b, b]
+    assert machine.heard[: len(items)] == [type(item) for item in items]
+
+
 @pytest.mark.parametrize(("work_s", "excuses"), [(0.5, []), (5.0, [c.Stalled])])
 def test_a_launcher_that_was_busy_excuses_its_ranks(
     work_s: float, excuses: list[type[c.Input]], tmp_path: Path
 ) -> None:
     """Work of its own beyond `loop_stall_s` is told before any deadline is judged; less is not."""
-    config = RunConfig(run="r", run_dir=tmp_path / "r", command=("x.py",), nproc=1, min_world_size=1)
     clock = ManualClock(start_ns=10**9)
-    machine: Any = BusyMachine(clock, work_s)
-    telemetry: Any = SlowJournal()
-    directory = RunDirectory(config.run_dir)
-    directory.prepare("r", {})
-    epoch = directory.take_epoch().number
-    Shell(config, directory, clock, machine, Recorder(config, epoch, clock, LauncherFolds(), telemetry), epoch).run()
+    machine = BusyMachine(clock, work_s)
+    _shell(tmp_path, clock, machine).run()
     assert machine.heard == [c.SignalReceived, *excuses, c.Tick]
