@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import CommandLine
-
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 280.0
 
 
-def _demo(nvrx_sre_command: CommandLine, tmp_path: Path, name: str, *arguments: str) -> tuple[dict[str, Any], str]:
-    done = nvrx_sre_command("demo", "--run-dir", name, "--summary", f"{name}.json", *arguments, timeout_s=TIMEOUT_S)
+def _demo(tmp_path: Path, name: str, *arguments: str) -> tuple[dict[str, Any], str]:
+    command = ["demo", "--run-dir", name, "--summary", f"{name}.json", *arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.patient_demo", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     summary: dict[str, Any] = json.loads((tmp_path / f"{name}.json").read_text())
     return summary, done.stdout
@@ -23,10 +35,10 @@ def _demo(nvrx_sre_command: CommandLine, tmp_path: Path, name: str, *arguments: 
 @pytest.mark.live
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-def test_the_faulted_demo_ends_like_the_one_without_faults(nvrx_sre_command: CommandLine, tmp_path: Path) -> None:
+def test_the_faulted_demo_ends_like_the_one_without_faults(tmp_path: Path) -> None:
     """Bit for bit the same losses, samples and state; each fault recovered in the layer that suits it."""
-    faulted, said = _demo(nvrx_sre_command, tmp_path, "faulted")
-    plain, _ = _demo(nvrx_sre_command, tmp_path, "plain", "--no-faults", "--no-monitoring")
+    faulted, said = _demo(tmp_path, "faulted")
+    plain, _ = _demo(tmp_path, "plain", "--no-faults", "--no-monitoring")
 
     for digest in ("loss_digest", "samples_digest", "state_digest"):
         assert faulted[digest] == plain[digest], digest
