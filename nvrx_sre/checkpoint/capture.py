@@ -70,7 +70,7 @@ class Capturer:
         """Of each source: it is left to `Filling.copy`."""
         self._layout = Layout(())
         self._forms: list[tuple[torch.dtype, torch.Size]] = []
-        """Of each source when the layout was made: a module that is cast keeps its tensors and changes these."""
+        """Of each fixed source when the layout was made: a module that is cast keeps its tensors and changes these."""
         self._blob: bytes | None = None
         self._slot_file: SlotFile | None = None
         self._views: dict[int, list[torch.Tensor]] = {}
@@ -127,8 +127,10 @@ class Capturer:
         instead = (kept.random, kept.positions) if kept is not None else ()
         state, big = tracking.small_state(self._tracked, groups, scalars, *instead)
         sources += big
-        if not self._is_known(sources):
+        forms = [(source.tensor.dtype, source.tensor.shape) for source in fixed]
+        if forms != self._forms or not self._is_known(sources):
             self._set_layout(sources)
+            self._forms = forms
             self._choose_road(sources)
         self._sources = sources
         self._is_late = [_is_late(source, trained, self._late_device) for source in sources]
@@ -233,8 +235,8 @@ class Capturer:
         return late
 
     def _is_known(self, sources: list[Source]) -> bool:
-        """True if no tensor appeared, vanished or changed its type or shape since the layout was made."""
-        if len(sources) != len(self._sources) or [_form(source) for source in sources] != self._forms:
+        """True if no tensor appeared, vanished or was replaced by one of another form since the layout was made."""
+        if len(sources) != len(self._sources):
             return False
         return all(_same_item(new, old) for new, old in zip(sources, self._sources, strict=True))
 
@@ -246,7 +248,6 @@ class Capturer:
         if layout.hash != self._layout.hash:
             self._forget_slots()
         self._layout = layout
-        self._forms = [_form(source) for source in sources]
 
     def _choose_road(self, sources: list[Source]) -> None:
         """Through the ring if most bytes are on its device: offloaded state would only take the longer way."""
@@ -327,17 +328,14 @@ def _is_late(source: Source, trained: set[int], device: torch.device) -> bool:
     return (is_trained or source.role is ItemRole.OPTIMIZER) and source.tensor.device == device
 
 
-def _form(source: Source) -> tuple[torch.dtype, torch.Size]:
-    return source.tensor.dtype, source.tensor.shape
-
-
 def _same_item(new: Source, old: Source) -> bool:
-    """True if both, of one form, give the same layout item: one tensor, or a plain one that took the other's place."""
+    """True if both give the same layout item: one tensor, or a plain one that took the other's place."""
     if new is old or (new.tensor is old.tensor and new.fqn == old.fqn):
         return True
     if isinstance(new.tensor, DTensor) or isinstance(old.tensor, DTensor):
         return False
-    return new.fqn == old.fqn and new.tensor.requires_grad == old.tensor.requires_grad
+    same_form = new.tensor.shape == old.tensor.shape and new.tensor.dtype == old.tensor.dtype
+    return same_form and new.fqn == old.fqn and new.tensor.requires_grad == old.tensor.requires_grad
 
 
 def layout_item(source: Source) -> LayoutItem:
