@@ -58,8 +58,7 @@ class SimLauncher:
         self.is_stalled = False
         self.num_inputs = 0
         """Facts that the machine took in."""
-        self.due_ns: int | None = None
-        """When the machine wants a tick: asked after each fact, and not at each turn of the world."""
+        self.due_ns: int | None = None  # when the machine wants a tick: asked after each fact, not at each turn
         self._stalled_ns: int | None = None
         """When it was stopped last."""
         self._backlog: list[c.Input] = []
@@ -516,10 +515,7 @@ class SimLauncher:
             slots.held_slot = slot
         hosts = command.nodes or (_LEADER_HOST,) * len(command.slots)
         parts = list(dict.fromkeys(hosts))
-        writers: dict[int, list[int]] = {}
-        for child in self.children.values():
-            if isinstance(child, SimWriter):
-                writers.setdefault(child.host, []).append(child.number)
+        writers = [child for child in self.children.values() if isinstance(child, SimWriter)]
         for part, host in enumerate(parts):
             first_rank = hosts.index(host)
             message = wire.WriteSave(
@@ -535,8 +531,8 @@ class SimLauncher:
                 attempt=command.attempt,
                 deadline_s=self.world.config.limits.deadlines.save_s,
             )
-            for number in writers.get(host, ()):
-                self._tell(number, _begins(message))
+            for writer in (item for item in writers if item.host == host):
+                self._tell(writer.number, _begins(message))
 
     def _on_end_attempt(self, command: c.EndAttempt) -> None:
         self.world.disk.attempt(command.attempt).is_ended = True
