@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nvrx_sre.cli.narrate import duration_text
-from nvrx_sre.cli.report import make_console
+from nvrx_sre.cli.report import make_console, print_whole
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import Verdict
 from nvrx_sre.monitoring import assets
@@ -26,8 +26,6 @@ DEGRADED = "degraded: recovered with a smaller world, from an older checkpoint o
 """Both words do not fit into a table of 80 columns."""
 _SHOWN_SHARE = 0.0005
 """Ledger states below this share of wall time are left out of the table."""
-_WIDEST = 200
-"""Columns that a table may need (its words are bounded)."""
 
 
 def print_summary(
@@ -70,12 +68,6 @@ def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
     return table
 
 
-def _print_table(console: Console, table: Table) -> None:
-    """Print `table` whole: where the terminal is narrower, its lines wrap rather than its words."""
-    table.width = console.measure(table, options=console.options.update_width(_WIDEST)).maximum
-    console.print(table, crop=False)
-
-
 def _print_incidents(console: Console, incidents: Sequence[Mapping[str, Any]]) -> None:
     if not incidents:
         console.print("Incidents: none")
@@ -95,7 +87,7 @@ def _print_incidents(console: Console, incidents: Sequence[Mapping[str, Any]]) -
             _number(item.get("rollback_steps")),
             "degraded" if _is_degraded(item) else str(item.get("verdict", "-")),
         )
-    _print_table(console, table)
+    print_whole(console, table)
     if any(map(_is_degraded, incidents)):
         console.print(DEGRADED)
 
@@ -114,7 +106,7 @@ def _print_ledger(console: Console, ledger: Mapping[str, Any], wall_s: Any) -> N
         if value / wall_s >= _SHOWN_SHARE:
             table.add_row(name, f"{value:.2f}", f"{value / wall_s:.1%}")
     table.add_row("wall", f"{wall_s:.2f}", "")
-    _print_table(console, table)
+    print_whole(console, table)
 
 
 def _print_saves(console: Console, saves: Mapping[str, Any]) -> None:
@@ -127,7 +119,7 @@ def _print_saves(console: Console, saves: Mapping[str, Any]) -> None:
         counts = saves.get(tier)
         if isinstance(counts, Mapping):
             table.add_row(tier, *(_number(counts.get(name)) for name in outcomes))
-    _print_table(console, table)
+    print_whole(console, table)
     blocking_s = saves.get("blocking_s")
     if isinstance(blocking_s, (int, float)):
         console.print(f"Steps waited {duration_text(float(blocking_s))} for saves in all.")

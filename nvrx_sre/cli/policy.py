@@ -22,7 +22,7 @@ from rich.table import Table
 from nvrx_sre.cli import config_file
 from nvrx_sre.cli.halt import existing_journal
 from nvrx_sre.cli.narrate import duration_text
-from nvrx_sre.cli.report import make_console
+from nvrx_sre.cli.report import make_console, print_rows
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import ExitCode, UsageError, UserError
 from nvrx_sre.core.limits import CapLimits
@@ -305,7 +305,7 @@ def explain(happenings: tuple[str, ...], as_json: bool, **options: Any) -> int:
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=2))
     elif rows:
-        make_console().print(table(rows))
+        print_rows(make_console(), table(rows))
     else:
         click.echo("nothing was decided: no fault, preemption or halt is on record")
     return ExitCode.FINISHED

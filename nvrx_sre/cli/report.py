@@ -19,6 +19,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from nvrx_sre.cli.narrate import WARN, Line, narrate
@@ -31,6 +32,8 @@ PROGRESS_EVERY_S = 5.0
 """Least record time between two progress lines where output is not a terminal (seconds)."""
 QUEUE_RECORDS = 4096
 """Records waiting to be shown; a run emits a few a second."""
+WHOLE_WIDTH = 10_000
+"""Columns that a table with a row a line may take."""
 PLAIN_WIDTH = 120
 """Columns of a table where output is not a terminal."""
 CLOSE_TIMEOUT_S = 2.0
@@ -48,6 +51,20 @@ def make_console() -> QuietConsole:
     """Console for the program's own output; no markup or highlighting, long lines are left to the terminal."""
     width = None if sys.stdout.isatty() else PLAIN_WIDTH
     return QuietConsole(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
+
+
+def print_rows(console: Console, table: Table) -> None:
+    """Print `table` in a terminal's columns; elsewhere, where a program may read it, a row a line."""
+    if console.is_terminal:
+        console.print(table)
+    else:
+        print_whole(console, table)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print `table` with a row a line: where the terminal is narrower, its lines wrap rather than its words."""
+    table.width = console.measure(table, options=console.options.update_width(WHOLE_WIDTH)).maximum
+    console.print(table, crop=False)
 
 
 @dataclass

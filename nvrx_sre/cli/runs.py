@@ -16,7 +16,7 @@ import click
 from rich.table import Table
 
 from nvrx_sre.cli.narrate import duration_text, rank_text
-from nvrx_sre.cli.report import make_console
+from nvrx_sre.cli.report import make_console, print_rows
 from nvrx_sre.cli.run_options import DEFAULT_RUNS
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode, UserError
@@ -108,5 +108,5 @@ def command(name: str | None, root: Path, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        make_console().print(table(rows))
+        print_rows(make_console(), table(rows))
     return ExitCode.FINISHED

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nvrx_sre.core.clock import to_ns
+from nvrx_sre.core.clock import seconds, to_ns
 from nvrx_sre.core.limits import CapLimits
 from nvrx_sre.events.schema import DEVICE_FAULTS, Cap, FaultClass, Layer
 from nvrx_sre.policy.classify import RULES, RetryClass
@@ -41,13 +41,17 @@ class PolicyFault:
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """State of the caps for one fault. `num_attempts`: faults since progress, this one included."""
+    """State of the caps for one fault. `num_attempts`: faults since progress, this one included.
+
+    `held_s`: time without progress so far, if that is why a full cap does not trip; else None.
+    """
 
     num_attempts: int
     num_same: int
     used: dict[str, int]
     limit: dict[str, int]
     tripped: Cap | None
+    held_s: float | None = None
 
 
 _ORDER = (
@@ -71,6 +75,7 @@ def evaluate(history: History, fault: PolicyFault, now_ns: int, limits: CapLimit
     earlier = [] if history.has_progress(fault.hot_sealed_step) else list(history.attempts)
     used = _used(history, fault, earlier, now_ns, limits)
     limit = _limits(limits)
+    held_s = None
     full = [cap for cap in _ORDER if cap in limit and used[cap] >= limit[cap]]
     if fault.fault is FaultClass.PREEMPTION:
         tripping = [Cap.PREEMPTION] if used[Cap.PREEMPTION] >= limit[Cap.PREEMPTION] else []
@@ -82,12 +87,14 @@ def evaluate(history: History, fault: PolicyFault, now_ns: int, limits: CapLimit
         tripping = full
     else:
         tripping = [cap for cap in full if cap in _at_once(history, limits)]
+        held_s = seconds(now_ns - earlier[0].time_ns) if full and not tripping else None
     return Budgets(
         num_attempts=len(earlier) + 1,
         num_same=used[Cap.SAME_FINGERPRINT],
         used={cap.value: used[cap] for cap in limit},
         limit={cap.value: number for cap, number in limit.items()},
         tripped=tripping[0] if tripping else None,
+        held_s=held_s,
     )
 
 

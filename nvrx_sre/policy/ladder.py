@@ -151,7 +151,7 @@ def _restart(history: History, fault: PolicyFault, budgets: Budgets, limits: Cap
         action=Action.RESTART,
         layer=min(layer, Layer.WORKER, key=_LADDER.index),
         backoff_s=_backoff_s(fault, budgets, limits),
-        reason=f"{_reason(fault, budgets)}{_going_back(history, fault) if back else ''}",
+        reason=f"{_reason(fault, budgets, limits)}{_going_back(history, fault) if back else ''}",
         exit_code=None,
         checkpoints_back=back,
         cap=None,
@@ -169,10 +169,15 @@ def _backoff_s(fault: PolicyFault, budgets: Budgets, limits: CapLimits) -> float
     return limits.backoff_s[index] if index >= 0 else 0.0
 
 
-def _reason(fault: PolicyFault, budgets: Budgets) -> str:
+def _reason(fault: PolicyFault, budgets: Budgets, limits: CapLimits) -> str:
     if budgets.num_attempts == 1:
         return f"{fault.fault.value}: first attempt since progress"
-    return f"{fault.fault.value}: attempt {budgets.num_attempts} without progress, no cap reached"
+    attempt = f"{fault.fault.value}: attempt {budgets.num_attempts} without progress"
+    if budgets.held_s is None:
+        return f"{attempt}, no cap reached"
+    return (
+        f"{attempt}; caps count from {limits.transient_grace_s:g} s without progress on ({budgets.held_s:.0f} s so far)"
+    )
 
 
 def _going_back(history: History, fault: PolicyFault) -> str:

@@ -70,6 +70,31 @@ def test_caps_of_a_config_are_used(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [row["decision"] for row in rows] == ["restart"] * 4 + ["stop"]
 
 
+def test_a_full_cap_that_waits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is left and yet it restarts: the reason says from when on caps count, and how long it has been."""
+    rows = explained(capsys, *["killed"] * 4, "+300", "killed")
+    waits = "caps count from 300 s without progress on"
+    assert [row["reason"].partition(";")[0] for row in rows] == [
+        "killed: first attempt since progress",
+        "killed: attempt 2 without progress, no cap reached",
+        "killed: attempt 3 without progress",
+        "killed: attempt 4 without progress",
+        "cap same_fingerprint reached: 5 of 3 without progress",
+    ]
+    assert [row["left"]["consecutive"] for row in rows[2:4]] == [0, 0]
+    assert f"; {waits} (25 s so far); " in rows[2]["reason"]
+    assert f"; {waits} (65 s so far); " in rows[3]["reason"]
+
+
+def test_what_is_piped_has_a_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """A program reads it, or a person with `less -S`: nothing wraps, however long a reason is."""
+    assert main(["policy", "explain", *["killed"] * 4]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["when", "fault", "attempt", "decision", "layer", "back-off", "left", "why"]
+    assert [line.split()[2] for line in lines] == ["killed@0"] * 4
+    assert lines[-1].rstrip().endswith("so far); from an older checkpoint")
+
+
 def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     """The reason is in it."""
     assert main(["policy", "explain", "user_error"]) == 0
