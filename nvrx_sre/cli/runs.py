@@ -25,12 +25,20 @@ from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.telemetry.archive import FollowedRun, RunShelf
 
 
+INTERRUPTED = "interrupted"
+"""What a person calls a run that one of them ended: its metrics count it among the preempted."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """One run. `launcher`: alive, gone, ended, or elsewhere (another host, where only its records tell)."""
+    """One run. `launcher`: alive, gone, ended, or elsewhere (another host, where only its records tell).
+
+    `state` is the metric's; `exit_code` that of the newest launcher, None while it lives or if it did not say.
+    """
 
     run: str
     state: str
+    exit_code: int | None
     launcher: str
     host: str
     pid: int | None
@@ -58,6 +66,7 @@ def _row(item: FollowedRun, now_ns: int) -> RunRow:
     return RunRow(
         run=item.run,
         state=str(item.state),
+        exit_code=item.views.summary.to_dict(now_ns)["exit_code"],
         launcher=_launcher(item, directory, str(holder.get("node", ""))),
         host=str(holder.get("node", "")),
         pid=holder.get("pid"),
@@ -84,7 +93,8 @@ def table(rows: list[RunRow]) -> Table:
     for title in ("run", "state", "launcher", "host", "step", "last record", "directory"):
         result.add_column(title, overflow="fold")
     for row in rows:
-        state = f"{row.state} ({row.open_incident})" if row.open_incident else row.state
+        word = INTERRUPTED if row.exit_code == ExitCode.INTERRUPTED else row.state
+        state = f"{word} ({row.open_incident})" if row.open_incident else word
         age = f"{duration_text(row.last_record_age_s)} ago"
         result.add_row(row.run, state, row.launcher, row.host, str(row.step), age, row.directory)
     return result

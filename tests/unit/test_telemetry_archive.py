@@ -19,7 +19,7 @@ from nvrx_sre.cli.runs import read_rows
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.limits import TelemetryLimits
 from nvrx_sre.events.journal import JournalWriter, Snapshot
-from nvrx_sre.events.schema import Record
+from nvrx_sre.events.schema import LauncherStopped, Record
 from nvrx_sre.events.snapshot import take
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.archive import RunShelf
@@ -172,6 +172,21 @@ def test_runs_finds_a_directory_by_the_runs_name(tmp_path: Path, capsys: pytest.
     assert (found["run"], found["host"], found["epoch"]) == ("steady", "n1", 1)
     assert main(["runs", "--root", str(tmp_path)]) == 0
     assert "looping" in capsys.readouterr().out
+
+
+def test_a_run_that_a_person_ended_is_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The word follows the exit code; scripts get the state of the metric and the code."""
+    for run, exit_code in (("by_hand", 130), ("taken", 143)):
+        story, begin_s = begin()
+        story.steps(begin_s, 12.4, 1, 10)
+        story.add(13.0, LauncherStopped(exit_code=exit_code, reason=""))
+        write_run(tmp_path, run, story.records, run=run)
+    assert main(["runs", "--root", str(tmp_path)]) == 0
+    shown = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:])
+    assert shown == {"by_hand": "interrupted", "taken": "preempted"}
+    assert main(["runs", "by_hand", "--root", str(tmp_path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["exit_code"]) == ("preempted", 130)
 
 
 def test_runs_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
