@@ -35,6 +35,7 @@ from nvrx_sre.cli.narrate import bytes_text
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.core.atomic import create_exclusively
 from nvrx_sre.core.errors import NvrxError
+from nvrx_sre.core.identity import RUN_FILE
 from nvrx_sre.launcher.config import RunConfig
 
 MIN_PYTHON, END_PYTHON = (3, 11), (3, 14)
@@ -159,13 +160,17 @@ def check_memory() -> Finding:
 
 
 def check_slots(state_bytes: int | None, run_dir: Path) -> Finding:
-    """Hot slots of a given state (all ranks of this node), else of the newest checkpoint of `run_dir`, would fit."""
+    """Hot slots of a given state (all ranks of this node) would fit.
+
+    Else those of the newest checkpoint of `run_dir`, or of the runs below it.
+    """
     ranks_bytes = [state_bytes] if state_bytes is not None else _rank_state_bytes(run_dir)
     if not ranks_bytes:
         return Finding(
             name="slots",
             status=Status.OK,
-            detail=f"size not known: no checkpoint in {run_dir}; give --state-bytes, or --run-dir of a run with one",
+            detail=f"size not known: no checkpoint in {run_dir} nor in a run below it; give --state-bytes, or "
+            "--run-dir of a run with one",
         )
     wanted_bytes = sum(total_size_bytes(NUM_SLOTS, size_bytes, SMALL_STATE_BYTES) for size_bytes in ranks_bytes)
     detail = f"{NUM_SLOTS} slots of {bytes_text(sum(ranks_bytes))} of state are {bytes_text(wanted_bytes)} of memory"
@@ -179,13 +184,22 @@ def check_slots(state_bytes: int | None, run_dir: Path) -> Finding:
 
 def _rank_state_bytes(run_dir: Path) -> list[int]:
     """Bytes of state of each rank as the newest checkpoint has it; nothing where there is none to read."""
+    places = [run_dir, *(path.parent for path in run_dir.glob(f"*/{RUN_FILE}"))]
+    found = [path for place in places for path in _newest_checkpoint(place)]
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
     try:
-        newest = discover.discover(run_dir, discover.read_fences(run_dir)).restorable[:1]
-        files = [path for found in newest for path in sorted(found.path.glob("rank-*.json"))]
+        files = [] if newest is None else sorted(newest.glob("rank-*.json"))
         layouts = [layout.from_json(json.loads(path.read_bytes())["layout"]) for path in files]
     except (NvrxError, OSError, ValueError, KeyError, TypeError):
         return []  # `checkpoint verify` says what is wrong with it
     return [item.data_bytes for item in layouts]
+
+
+def _newest_checkpoint(run_dir: Path) -> list[Path]:
+    try:
+        return [item.path for item in discover.discover(run_dir, discover.read_fences(run_dir)).restorable[:1]]
+    except NvrxError:
+        return []
 
 
 def check_shm() -> Finding:

@@ -22,7 +22,10 @@ from nvrx_sre.monitoring.values import Values, load_values
               show_default=True, help="Plain files, manifests for the operator, or a provisioning folder.")  # fmt: skip
 @click.option("--check", is_flag=True, help="Write nothing; exit 70 if a file differs from its generator.")
 @click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Directory to write to or check."
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Directory to write to or check.  [default: the checkout; an installed package needs it]",
 )
 @click.option("--values", "values_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="YAML file that overrides values of alerts/values.yaml.")  # fmt: skip
@@ -40,7 +43,7 @@ from nvrx_sre.monitoring.values import Values, load_values
 def command(style: str, check: bool, out: Path | None, values_path: Path | None, **options: Any) -> int:
     """Write dashboards/ and alerts/ from the metric catalog.
 
-    In a checkout also docs/reference/alerts.md.
+    Without --out into the checkout that this package is, with docs/reference/alerts.md.
     """
     chosen = Format(style)
     if out is None and chosen is not Format.FILES:
@@ -59,7 +62,7 @@ def command(style: str, check: bool, out: Path | None, values_path: Path | None,
     changed = generate.write(root, files)
     for path in changed:
         click.echo(f"wrote {root / path}")
-    click.echo(f"{len(files)} generated files, {len(changed)} changed")
+    click.echo(f"{len(files)} generated files in {root}, {len(changed)} changed")
     return ExitCode.FINISHED
 
 
@@ -92,5 +95,5 @@ def _check(root: Path, files: dict[str, str]) -> int:
         click.echo(f"{root / item.path}: {item.reason}; run `nvrx-sre generate`", err=True)
     if found:
         return ExitCode.INTERNAL
-    click.echo(f"{len(files)} generated files are as their generator writes them")
+    click.echo(f"{len(files)} generated files in {root} are as their generator writes them")
     return ExitCode.FINISHED

@@ -24,7 +24,6 @@ from nvrx_sre.goodput.verdict import FINAL_STATES, RunState
 from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.telemetry.archive import FollowedRun, RunShelf
 
-
 INTERRUPTED = "interrupted"
 """What a person calls a run that one of them ended: its metrics count it among the preempted."""
 

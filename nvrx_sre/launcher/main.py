@@ -153,7 +153,7 @@ def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunRe
         summary = telemetry.summary(clock.wall_ns())
         unwritten = write_summary(directory.summary, config.summary, summary)
         if config.linger and stop.exit_code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART):
-            telemetry.linger(config.limits.telemetry.metrics_linger_s)
+            telemetry.linger(config.limits.telemetry.metrics_linger_s, start.say)
         return RunReport(
             exit_code=stop.exit_code,
             reason=f"{stop.reason}{unwritten}",

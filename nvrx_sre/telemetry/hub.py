@@ -228,12 +228,18 @@ class Telemetry:
             dropped = sum(self.num_dropped().values())
             return self.summary_fold.to_dict(now_ns, dropped=dropped, spans=self.spans.num_finished)
 
-    def linger(self, timeout_s: float) -> bool:
-        """After a terminal exit: keep answering until two more scrapes came, at most `timeout_s`.
+    def linger(self, timeout_s: float, say: Callable[[str], None] = lambda _: None) -> bool:
+        """After a terminal exit: keep answering until two more scrapes came, at most `timeout_s`; Ctrl-C ends it.
 
-        Returns at once if nobody ever scraped. True if the end was seen.
+        Returns at once if nobody ever scraped, else `say` takes a line about it first. True if the end was seen.
         """
-        return self.server.num_scrapes > 0 and self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s)
+        if not self.server.num_scrapes:
+            return False
+        try:
+            say(f"metrics stay up to {timeout_s:g} s for the last scrape; Ctrl-C ends it")
+            return self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s)
+        except KeyboardInterrupt:
+            return False  # the run has ended, with an exit code of its own
 
     def close(self) -> None:
         """Flush every sink, all within one bound, and stop the endpoint. Never raises."""

@@ -39,7 +39,8 @@ def test_check_names_the_file_that_drifted(nvrx_sre_command, tmp_path: Path) -> 
     assert "severity: info; run `nvrx-sre generate`" in checked.stderr
     assert f"{tmp_path / assets.RUN_DASHBOARD_FILE}: missing" in checked.stderr
     assert rules.read_text() == before
-    assert "2 changed" in nvrx_sre_command("generate", "--out", str(tmp_path)).stdout
+    mended = nvrx_sre_command("generate", "--out", str(tmp_path)).stdout.splitlines()[-1]
+    assert mended.endswith(f"generated files in {tmp_path}, 2 changed")
     assert nvrx_sre_command("generate", "--check", "--out", str(tmp_path)).returncode == 0
 
 

@@ -20,6 +20,7 @@ from nvrx_sre.events.schema import (
     CheckpointRejected,
     FaultDetected,
     FaultInjected,
+    GenerationFormed,
     IncidentClosed,
     LeaderLost,
     PreemptionReceived,
@@ -43,6 +44,22 @@ LONG = ("--nproc", "2", "--steps", "100000", "--standbys", "0")
 def has_steps(record: Record) -> bool:
     """Training is under way."""
     return isinstance(record.event, StepsCommitted) and record.event.last_step >= 12
+
+
+def test_ctrl_c_while_metrics_wait_for_their_last_scrape_leaves_the_exit_code(tmp_path: Path) -> None:
+    """The launcher says what it waits for; the run has finished, so it was not interrupted."""
+    run_dir = tmp_path / "run"
+    popen = start(train_arguments(run_dir, "--nproc", "1", "--standbys", "0", "--metrics-linger", "600"))
+    wait_for(run_dir, popen, lambda record: isinstance(record.event, GenerationFormed))
+    with urlopen(metrics_url(run_dir), timeout=PATIENCE_S) as answer:
+        answer.read()
+    assert popen.stdout is not None
+    said = next(line for line in popen.stdout if line.startswith("metrics stay"))
+    assert said == "metrics stay up to 600 s for the last scrape; Ctrl-C ends it\n"
+    popen.send_signal(signal.SIGINT)
+    ended = finish(popen, run_dir)
+    assert ended.exit_code == 0, ended.explain()
+    assert "exit 0, 24 of 24 steps" in ended.output, ended.output
 
 
 def started_processes(run_dir: Path, popen: subprocess.Popen[str]) -> dict[int, int]:

@@ -272,7 +272,7 @@ def test_the_end_is_seen_by_two_scrapes(start: Start) -> None:
     """Linger ends with the second scrape after the end, and at once if nobody ever scraped."""
     telemetry = start()
     telemetry.replay()
-    assert not telemetry.linger(60.0)
+    assert not telemetry.linger(60.0, pytest.fail)
     while telemetry.server.num_scrapes == 0:  # counted just after the answer was sent
         get(telemetry.metrics_url)
     seen: list[bool] = []
@@ -281,7 +281,9 @@ def test_the_end_is_seen_by_two_scrapes(start: Start) -> None:
     while waiter.is_alive():
         get(telemetry.metrics_url)
     assert seen == [True]
-    assert not telemetry.linger(0.01)
+    said: list[str] = []
+    assert not telemetry.linger(0.01, said.append)
+    assert said == ["metrics stay up to 0.01 s for the last scrape; Ctrl-C ends it"]
 
 
 def _break_log(telemetry: Telemetry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,18 @@ def test_slots_of_a_given_state_fit_or_do_not(tmp_path: Path) -> None:
     finding = doctor.check_slots(1 << 50, tmp_path)
     assert finding.status is Status.WARN and "--hot-slots 2" in finding.cure
     assert "not known" in doctor.check_slots(None, tmp_path).detail
+
+
+def test_slots_are_those_of_the_newest_checkpoint_of_the_runs_below(tmp_path: Path) -> None:
+    """`doctor` alone looks at ./runs, where runs lie and no checkpoint does."""
+    for age_s, (name, size) in enumerate((("new", 4096), ("old", 8192))):
+        run = tmp_path / name
+        run.mkdir()
+        part = Part(torch.ones(8), [((0, 8),)], ("m", "w"))
+        path = commit_tensors(run, 10, {"m.w": part}, {}, rank_bytes=[size])
+        (run / "run.json").write_text(json.dumps({"run": json.loads((path / "manifest.json").read_bytes())["run"]}))
+        os.utime(path, (1e9 - age_s, 1e9 - age_s))
+    assert "3 slots of 4.1 kB of state" in doctor.check_slots(None, tmp_path).detail
 
 
 def test_slots_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path) -> None:
