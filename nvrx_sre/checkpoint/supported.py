@@ -32,8 +32,11 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 def check(tracked: Mapping[str, object]) -> list[str]:
     """'name (kind)' of whatever only the ranks can save, as far as it exists yet; [] if slots hold it all.
 
-    Raises `UserError` that names whatever cannot be saved at all. Calls state dicts that modules have of their own.
+    Raises `UserError` that names whatever cannot be saved at all, and if there is nothing to save: each fault would
+    begin training anew and look recovered. Calls state dicts that modules have of their own.
     """
+    if not tracked:
+        raise UserError("nothing is tracked: call ctx.track(model=..., optimizer=..., ...) before ctx.restore()")
     wrappers = fsdp1_wrappers(tracked)
     inside = {id(tensor) for module in wrappers.values() for tensor in (*module.parameters(), *module.buffers())}
     others = [source for source in tracking.fixed_sources(tracked) if id(source.tensor) not in inside]

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nvrx_sre.session.injecting import Injector
     from nvrx_sre.session.rank_saving import RankSaver
     from nvrx_sre.session.saving import HotSaver
+    from nvrx_sre.session.untracked import TrackingWatch
 
 USER_PHASES = {"data": Phase.DATA, "evaluate": Phase.EVALUATE, "save": Phase.SAVE}
 
@@ -63,6 +64,7 @@ class Context:
         self._loop_phase = Phase.FIRST_STEP
         """What of the step loop runs outside of other phases: the first step has a deadline of its own."""
         self._saver: HotSaver | RankSaver | None = None
+        self._watch: TrackingWatch | None = None
         self._results: dict[str, Any] = {}
         self._injector: Injector | None = None
         self._newest_candidate = max((int(item["step"]) for item in go.candidates), default=0)
@@ -145,9 +147,12 @@ class Context:
     def restore(self) -> int:
         """Load the newest state that is good on all ranks; the step it belongs to, 0 if the run begins.
 
-        Collective. Raises `NothingRestorable` if commits are on record and none can be loaded.
+        Collective. Raises `NothingRestorable` if commits are on record and none can be loaded, `UserError` for tracked
+        state that cannot be saved. From here on an optimizer over a tracked module that is not tracked itself raises
+        `UserError` at its first step.
         """
         from nvrx_sre.session.restoring import restore
+        from nvrx_sre.session.untracked import TrackingWatch
 
         control = self._control
         control.enter(Phase.LOAD)
@@ -155,6 +160,7 @@ class Context:
         started_ns = control.clock.monotonic_ns()
         taken = restore(self._process, self._go, self.rank, self.device, self._tracked, self._spare)
         self._saver = taken.saver
+        self._watch = TrackingWatch(self._tracked, is_first=taken.step == 0)
         now_ns = control.clock.monotonic_ns()
         control.step = taken.step
         control.send(
@@ -294,6 +300,8 @@ class Context:
 
     def discard(self) -> None:
         """The generation is over on this rank; the runtime's exit, not for user code. Blocks for a running copy."""
+        if self._watch is not None:
+            self._watch.close()
         if self._saver is not None:
             self._saver.close()
             self._spare.keep(self._tracked)

@@ -1,0 +1,86 @@
+"""What trains the tracked state and is not tracked itself: a recovery would begin it anew, and still look like one.
+
+    optimizer   steps over parameters of a tracked module: refused at its first step
+    scheduler   of a tracked optimizer: told there, as the run begins; it may be built from `ctx.step` on purpose
+
+Another tracked object may hold it, and save it in its own `state_dict`; a scheduler holds its optimizer and does not
+save it. Optimizers over anything else (an attack on the inputs, a fit on the side) are nobody's business.
+
+Schedulers are looked for once a run, since that takes a look at every object there is: some 50 ms, which no recovery
+should take. Thread safety: main thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from nvrx_sre.checkpoint import tracked as tracking
+from nvrx_sre.core.errors import UserError
+
+
+class TrackingWatch:
+    """Of one generation, from `ctx.restore()` on. `is_first`: the run begins here."""
+
+    def __init__(self, tracked: Mapping[str, Any], *, is_first: bool) -> None:
+        self._tracked = tracked
+        self._looks_for_schedulers = is_first
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._hook.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._known:
+            self._look_at(optimizer)
+            self._known.add(optimizer)
+
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `UserError` if it is to be tracked and is not; say so of its schedulers."""
+        if self._is_kept(optimizer):
+            if self._looks_for_schedulers:
+                self._look_for_schedulers(optimizer)
+            return
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, module in tracking.modules(self._tracked):
+            if any(id(parameter) in mine for parameter in module.parameters()):
+                raise UserError(
+                    f"{type(optimizer).__name__} trains {name!r} and is not tracked, so that a recovery would begin "
+                    "its state anew: call ctx.track(optimizer=...) before ctx.restore()"
+                )
+
+    def _look_for_schedulers(self, optimizer: torch.optim.Optimizer) -> None:
+        for scheduler in _schedulers():
+            if getattr(scheduler, "optimizer", None) is optimizer and not self._is_kept(scheduler):
+                print(
+                    f"nvrx-sre: {type(scheduler).__name__} changes a tracked optimizer and is not tracked: unless it "
+                    "is built from ctx.step, a recovery begins its schedule anew; ctx.track(scheduler=...) keeps it",
+                    file=sys.stderr,
+                )
+
+    def _is_kept(self, item: object) -> bool:
+        """It is tracked, or a tracked object has it and may save it."""
+        return any(value is item or _may_save(value, item) for value in self._tracked.values())
+
+
+def _may_save(holder: object, item: object) -> bool:
+    if not tracking.is_stateful(holder) or (isinstance(holder, LRScheduler) and not isinstance(item, LRScheduler)):
+        return False
+    for value in getattr(holder, "__dict__", {}).values():
+        if value is item or (isinstance(value, list | tuple) and any(part is item for part in value)):
+            return True
+    return False
+
+
+def _schedulers() -> Iterator[LRScheduler]:
+    """All there are. By `type`: to ask a stranger for its class may run its code."""
+    return (item for item in gc.get_objects() if issubclass(type(item), LRScheduler))

@@ -1,0 +1,134 @@
+"""What trains the tracked state without being tracked is refused where it steps; what is somebody else's is let be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LRScheduler, SequentialLR
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from nvrx_sre.checkpoint import supported
+from nvrx_sre.core.errors import UserError
+from nvrx_sre.session.untracked import TrackingWatch
+
+
+class Wrapped:
+    """An optimizer inside an object that saves it, as training frameworks have them."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+@contextmanager
+def watching(*, is_first: bool = True, **tracked: Any) -> Iterator[TrackingWatch]:
+    watch = TrackingWatch(tracked, is_first=is_first)
+    try:
+        yield watch
+    finally:
+        watch.close()
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def test_an_optimizer_of_a_tracked_module_is_refused_at_its_first_step(model: nn.Module) -> None:
+    """Its moments would begin anew at each fault; by its kind and the module's name."""
+    adam = torch.optim.AdamW(model.parameters())
+    with watching(model=model), pytest.raises(UserError, match=r"AdamW trains 'model' and is not tracked"):
+        adam.step()
+
+
+def test_what_is_tracked_steps(model: nn.Module) -> None:
+    """Itself, or within an object that has it in its state."""
+    optimizer, other = sgd(model), sgd(model)
+    scheduler = ExponentialLR(optimizer, 0.9)
+    with watching(model=model, optimizer=optimizer, scheduler=scheduler, both=Wrapped(other)):
+        optimizer.step()
+        other.step()
+        scheduler.step()
+    assert scheduler.last_epoch == 1
+
+
+def test_an_optimizer_over_something_else_is_let_be(model: nn.Module) -> None:
+    """An attack on the inputs makes one at each step, and has nothing to restore."""
+    inputs = torch.zeros(2, requires_grad=True)
+    inputs.grad = torch.ones(2)
+    with watching(model=model):
+        torch.optim.SGD([inputs], lr=1.0).step()
+    assert inputs.tolist() == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_scheduler_of_a_tracked_optimizer_is_told(
+    model: nn.Module, kept: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its schedule would begin anew, unless the script builds it from the step; said once, and not if it is tracked."""
+    optimizer = sgd(model)
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    more = {"scheduler": scheduler} if kept else {}
+    with watching(model=model, optimizer=optimizer, **more):
+        optimizer.step()
+        optimizer.step()
+    assert capsys.readouterr().err.count("CosineAnnealingLR changes a tracked optimizer") == (0 if kept else 1)
+
+
+def test_a_scheduler_does_not_keep_its_optimizer(model: nn.Module) -> None:
+    """Tracking the scheduler alone saves no moment."""
+    optimizer = sgd(model)
+    with (
+        watching(model=model, scheduler=ExponentialLR(optimizer, 0.9)),
+        pytest.raises(UserError, match="SGD trains 'model'"),
+    ):
+        optimizer.step()
+
+
+def test_schedulers_within_a_tracked_one_are_kept(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sequence of schedulers saves its parts."""
+    optimizer = sgd(model)
+    parts: list[LRScheduler] = [ExponentialLR(optimizer, 0.9), ExponentialLR(optimizer, 0.8)]
+    whole = SequentialLR(optimizer, parts, milestones=[5])
+    with watching(model=model, optimizer=optimizer, scheduler=whole):
+        optimizer.step()
+    assert not capsys.readouterr().err
+
+
+def test_a_recovery_looks_for_no_scheduler(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    """That takes a look at every object there is; the beginning of the run did it."""
+    optimizer = sgd(model)
+    scheduler = ExponentialLR(optimizer, 0.9)
+    with watching(is_first=False, model=model, optimizer=optimizer):
+        optimizer.step()
+    assert scheduler.last_epoch == 0
+    assert not capsys.readouterr().err
+
+
+def test_nothing_is_left_of_a_watch(model: nn.Module) -> None:
+    """The generations after it would be watched by it, and its model stay."""
+    before = len(_global_optimizer_pre_hooks)
+    with watching(model=model):
+        assert len(_global_optimizer_pre_hooks) == before + 1
+    assert len(_global_optimizer_pre_hooks) == before
+    sgd(model).step()
+
+
+def test_nothing_tracked_is_refused() -> None:
+    """A run whose every fault begins at the first weights would count as recovered."""
+    with pytest.raises(UserError, match=r"nothing is tracked: call ctx\.track"):
+        supported.check({})
