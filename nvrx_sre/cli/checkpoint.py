@@ -24,7 +24,7 @@ from nvrx_sre.cli.narrate import bytes_text
 from nvrx_sre.cli.ownership import check_unowned, hot_state, live_launcher
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import CheckpointCorrupt, UserError
-from nvrx_sre.core.identity import RUN_FILE
+from nvrx_sre.core.identity import RUN_FILE, check_run_dir
 
 DEFAULT_KEEP = 3
 _RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path), metavar="RUN_DIR")
@@ -146,8 +146,7 @@ def prune_command(run_dir: Path, keep: int, yes: bool, as_json: bool) -> int:
 
 def look(run_dir: Path) -> Discovery:
     """What lies in the run directory. Raises `UserError` if it is none."""
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is not there: name the run directory (--run-dir of the run)")
+    check_run_dir(run_dir)
     if not (run_dir / RUN_FILE).exists() and not discovery.checkpoints_path(run_dir).is_dir():
         raise UserError(f"{run_dir} is not a run directory: it has neither {RUN_FILE} nor checkpoints/")
     return discovery.discover(run_dir, discovery.read_fences(run_dir))

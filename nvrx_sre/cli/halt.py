@@ -16,7 +16,7 @@ import click
 
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import ExitCode, RunDirectoryBusy, UserError
-from nvrx_sre.core.identity import RUN_FILE, recorded_run
+from nvrx_sre.core.identity import RUN_FILE, check_run_dir, recorded_run
 from nvrx_sre.events.schema import HaltReason
 from nvrx_sre.goodput.verdict import RunState
 from nvrx_sre.launcher.reset import reset_budgets
@@ -92,6 +92,7 @@ def _state(directory: RunDirectory, name: str) -> RunState | None:
 
 def existing_run(run_dir: Path) -> tuple[RunDirectory, str]:
     """Run directory and run name. Raises `UserError` if `run_dir` is no run directory."""
+    check_run_dir(run_dir)
     directory = RunDirectory(run_dir.absolute())
     run = recorded_run(run_dir)
     if run is None:

@@ -142,9 +142,12 @@ def num_ranks(text: str | None) -> int:
     if text in ("gpu", "cpu", "auto"):
         return num_gpus if num_gpus and text != "cpu" else os.cpu_count() or 1
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise UsageError(f"--nproc-per-node {text!r} is neither a number nor cpu, gpu or auto") from None
+    if number < 1:
+        raise UsageError(f"--nproc-per-node is {number}: use 1 or more, or cpu, gpu, auto")
+    return number
 
 
 def mapped_limits(limits: Limits, max_restarts: str | None, shutdown_timeout: str | None) -> Limits:

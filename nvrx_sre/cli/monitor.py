@@ -264,9 +264,7 @@ def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown], access: 
 
 
 @click.command("monitor")
-@click.argument(
-    "run_dirs", nargs=-1, type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="[RUN_DIR]..."
-)
+@click.argument("run_dirs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN_DIR]...")
 @click.option("--root", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
               help="Watch every run below DIR, new ones too.  [default: runs, without RUN_DIR]")  # fmt: skip
 @click.option("--values", "values_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from nvrx_sre.cli.narrate import WARN, Line, narrate
 from nvrx_sre.core.clock import seconds
-from nvrx_sre.events.schema import Record, StepsCommitted
+from nvrx_sre.events.schema import HotIntervalChosen, Record, StepsCommitted
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.goodput.ratios import GoodputKind
 
@@ -65,6 +65,11 @@ def print_whole(console: Console, table: Table) -> None:
     """Print `table` with a row a line: where the terminal is narrower, its lines wrap rather than its words."""
     table.width = console.measure(table, options=console.options.update_width(WHOLE_WIDTH)).maximum
     console.print(table, crop=False)
+
+
+def _is_said_by_rank_0(record: Record) -> bool:
+    """State that no slot can hold is told in rank 0's output, which a terminal shows as well."""
+    return isinstance(record.event, HotIntervalChosen) and not record.event.every_steps
 
 
 @dataclass
@@ -174,7 +179,7 @@ class TerminalReporter:
     def _render(self, record: Record) -> None:
         self._tally.add(record)
         line = narrate(record)
-        if line is not None:
+        if line is not None and not _is_said_by_rank_0(record):
             self._print(line)
         if isinstance(record.event, StepsCommitted):
             self._show_progress(record)

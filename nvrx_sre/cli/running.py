@@ -5,7 +5,9 @@ Shared by every command that starts a launcher. Must not: import torch, or outli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import errno
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -15,7 +17,7 @@ from nvrx_sre.cli.final_tables import print_summary
 from nvrx_sre.cli.follow import RankOutput
 from nvrx_sre.cli.narrate import rank_text, what_was_seen
 from nvrx_sre.cli.report import TerminalReporter, make_console
-from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.core.errors import ExitCode, StorageError
 from nvrx_sre.events.schema import Action, FaultDetected, Record, RestartDecided
 from nvrx_sre.faults.plan import FaultPlan
 from nvrx_sre.launcher.config import NodesConfig, RunConfig
@@ -57,7 +59,7 @@ def run_and_report(
         lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True),
     )
     cause = StopCause()
-    with TerminalReporter(num_steps, console) as reporter, output:
+    with TerminalReporter(num_steps, console) as reporter, output, _curing_full_disks():
         ended = launcher.run(config, [reporter, cause, *sinks], reporter.say)
     if reporter.num_dropped:
         console.print(f"{reporter.num_dropped} records were not shown here; the journal has them")
@@ -65,6 +67,17 @@ def run_and_report(
     if ended.exit_code != ExitCode.FINISHED or ended.reason != FINISHED:
         click.echo(f"nvrx-sre: exit {ended.exit_code}: {ended.reason}{cause.text(config.run_dir)}", err=True)
     return ended.exit_code
+
+
+@contextlib.contextmanager
+def _curing_full_disks() -> Iterator[None]:
+    """Where a run cannot begin or go on since the file system of its directory is full, say what helps."""
+    try:
+        yield
+    except StorageError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(f"{error}: free some space, or choose another directory with --run-dir") from error
+        raise
 
 
 class StopCause:

@@ -75,8 +75,8 @@ def main(arguments: list[str], settings: ChildSettings, channel: Channel, stacks
         if TORCHRUN_RENDEZVOUS not in str(error):
             return 1
         print(
-            "nvrx-sre: the script forms its process group by itself: under `launch` a function decorated with "
-            "@nvrx_sre.resilient does, by ctx.init_process_group() (docs/guides/your-own-script.md)",
+            "nvrx-sre: the script forms its process group by itself: decorate its main function with "
+            "@nvrx_sre.resilient, and call ctx.init_process_group() there",
             file=sys.stderr,
         )
         return ExitCode.USAGE

@@ -25,7 +25,7 @@ def launch(directory: Path, script: str) -> Ended:
     [
         ("import no_such_module_of_anybody", "'no_such_module_of_anybody', script.py:1;"),
         ("\ndef broken(:\n", "SyntaxError: invalid syntax, script.py:2;"),
-        ("import torch.distributed as dist\ndist.init_process_group('gloo')\n", "forms its process group by itself"),
+        ("import torch.distributed as dist\ndist.init_process_group('gloo')\n", "call ctx.init_process_group() there;"),
     ],
 )
 def test_a_script_that_cannot_work_is_not_tried_again(tmp_path: Path, script: str, said: str) -> None:
@@ -37,7 +37,7 @@ def test_a_script_that_cannot_work_is_not_tried_again(tmp_path: Path, script: st
     assert ended.exit_code == ExitCode.CONFIG, ended.explain()
     assert [event.fault for _, event in ended.events(FaultDetected)] == [FaultClass.USER_ERROR]
     assert [event.exit_code for _, event in ended.events(RestartDecided)] == [ExitCode.CONFIG]
-    # The last line says why, and which log to read.
+    # The last line says why, with the whole cure, and which log to read.
     last = ended.output.splitlines()[-1]
     assert said in last, ended.explain()
     log = re.search(r"see (\S+/logs/rank-0000[01]\.log)$", last)

@@ -71,6 +71,8 @@ def test_ranks_by_kind_of_device() -> None:
     assert launch.num_ranks("cpu") >= 1
     with pytest.raises(UsageError, match="neither a number"):
         launch.num_ranks("many")
+    with pytest.raises(UsageError, match="--nproc-per-node is 0: use 1 or more"):
+        launch.num_ranks("0")
 
 
 def test_restarts_and_shutdown_become_limits() -> None:

@@ -13,6 +13,23 @@ from nvrx_sre.cli import main as entry
 from nvrx_sre.core.errors import CheckpointCorrupt, ExitCode, StorageError, UserError
 
 
+@pytest.mark.parametrize(
+    "words", ["events", "checkpoint list", "checkpoint verify", "monitor", "policy explain", "resume --reason x"]
+)
+def test_a_missing_run_directory_is_named_in_one_way(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command that reads a run says the same, exit 78; a file is not called missing."""
+    file = tmp_path / "mine.py"
+    file.touch()
+    for path, says in (
+        (tmp_path / "no", "is not there: name the run directory (--run-dir of the run)"),
+        (file, "is a file, not a run directory"),
+    ):
+        assert entry.main([*words.split(), str(path)]) == ExitCode.CONFIG
+        assert capsys.readouterr().err == f"nvrx-sre: {path} {says}\n"
+
+
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """A command `doctor` that raises the one error that the test puts into the list."""

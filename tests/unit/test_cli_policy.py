@@ -114,7 +114,7 @@ def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
             78,
             "use a multiple of the unit",
         ),
-        (["./nowhere"], 78, "is not a run directory"),
+        (["./nowhere"], 78, "nowhere is not there"),
     ],
 )
 def test_what_cannot_be_explained_is_said(

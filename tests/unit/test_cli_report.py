@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import threading
 from enum import StrEnum
@@ -13,10 +14,13 @@ import pytest
 from rich.console import Console
 
 from nvrx_sre.cli import final_tables, narrate, report
-from nvrx_sre.cli.running import StopCause
+from nvrx_sre.cli.running import StopCause, run_and_report
 from nvrx_sre.core.clock import NS_PER_S
+from nvrx_sre.core.errors import StorageError
 from nvrx_sre.events import schema
 from nvrx_sre.events.schema import Record, StepKind, StepsCommitted
+from nvrx_sre.launcher import main as launcher
+from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.rundir import RunDirectory
 
 START_NS = 1_700_000_000 * NS_PER_S
@@ -152,6 +156,36 @@ def test_a_line_of_what_is_no_record_is_shown_in_its_place() -> None:
         reporter(_record(_sample(schema.JournalRepaired)))
         reporter.say("node 1 was refused: --keep is 3 here and 5 there")
     assert output.getvalue().splitlines()[1:] == ["node 1 was refused: --keep is 3 here and 5 there"]
+
+
+def test_what_rank_0_has_said_is_not_said_again() -> None:
+    """A terminal shows its output as well; `events` tells of it, as of any other interval."""
+    record = _record(schema.HotIntervalChosen(every_steps=0, cost_s=0.0, step_s=0.0, reason="not captured in memory"))
+    console, output = _console()
+    with report.TerminalReporter(None, console) as reporter:
+        reporter(record)
+        reporter(_record(_sample(schema.HotIntervalChosen)))
+    assert "not captured" not in output.getvalue()
+    assert len(output.getvalue().splitlines()) == 1
+    assert narrate.narrate(record) is not None
+
+
+@pytest.mark.parametrize(("number", "cure"), [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_a_full_disk_comes_with_its_cure(
+    number: int, cure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Space, or another directory; a broken disk needs another cure, which we do not know."""
+
+    def fail(*_: object) -> object:
+        error = StorageError("cannot write brake.json")
+        raise error from OSError(number, "refused")
+
+    monkeypatch.setattr(launcher, "run", fail)
+    config = RunConfig(run="r", run_dir=tmp_path / "r", command=("x.py",), nproc=1, min_world_size=1)
+    with pytest.raises(StorageError) as raised:
+        run_and_report(config, num_steps=None)
+    said = "cannot write brake.json: free some space, or choose another directory with --run-dir"
+    assert str(raised.value) == (said if cure else "cannot write brake.json")
 
 
 class _StuckFile(io.StringIO):
