@@ -107,6 +107,11 @@ class JournalWriter:
             return True
 
     @property
+    def is_failing(self) -> bool:
+        """The newest attempt to write or sync failed; it is tried again every `RETRY_S`."""
+        return self._failed
+
+    @property
     def is_full(self) -> bool:
         """The segment has reached its size, or segments their number: the owner should `rotate`.
 

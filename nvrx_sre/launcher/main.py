@@ -149,7 +149,7 @@ def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunRe
             shell.tell_ranks = sampler.tell_ranks
             stop = shell.run()
         recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
-        telemetry.sync(config.limits.telemetry.exporter_timeout_s)
+        telemetry.settle()
         summary = telemetry.summary(clock.wall_ns())
         unwritten = write_summary(directory.summary, config.summary, summary)
         if config.linger and stop.exit_code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART):

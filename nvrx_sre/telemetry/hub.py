@@ -45,6 +45,9 @@ from nvrx_sre.telemetry.values import Values
 
 SCRAPE_SYNC_S = 2.0
 """Longest wait of a scrape for the journal; beyond it counters stay at the last synced values."""
+EXIT_SYNC_S = 10.0
+"""Longest wait for the journal at the end: the next launcher goes by it, and a disk that is busy with a save takes
+seconds for an fsync. One that fails already is waited for no longer than any other part."""
 SCRAPES_AFTER_END = 2
 """Scrapes that must have seen the terminal state before the endpoint goes."""
 ROTATE_AFTER_RECORDS = 20_000
@@ -101,6 +104,7 @@ class Telemetry:
         """Further folds that snapshots hold: the launcher's own."""
         self._is_leader = config.is_leader
         self._rotation_due = False
+        self._is_journal_late = False
         sources = MetricSources(
             sync=lambda: self.journal.sync(SCRAPE_SYNC_S),
             dropped=self.num_dropped,
@@ -222,6 +226,14 @@ class Telemetry:
         """Wait until everything recorded so far is on disk; False if it took longer than `timeout_s`."""
         return bool(self.boundary.call(Component.JOURNAL, self.journal.sync, timeout_s))
 
+    def settle(self) -> None:
+        """The run is over: wait until everything recorded so far is on disk, `EXIT_SYNC_S` at most."""
+        self._is_journal_late = not self.sync(self._journal_patience_s())
+
+    def _journal_patience_s(self) -> float:
+        is_hopeless = self._is_journal_late or self.journal.is_failing
+        return self.limits.telemetry.exporter_timeout_s if is_hopeless else EXIT_SYNC_S
+
     def summary(self, now_ns: int) -> dict[str, Any]:
         """The run's summary so far (`now_ns`: wall time)."""
         with self._lock:
@@ -242,14 +254,15 @@ class Telemetry:
             return False  # the run has ended, with an exit code of its own
 
     def close(self) -> None:
-        """Flush every sink, all within one bound, and stop the endpoint. Never raises."""
+        """Write out the journal, flush every sink, all within one bound, and stop the endpoint. Never raises."""
         until_ns = self.clock.monotonic_ns() + to_ns(self.limits.telemetry.exporter_timeout_s)
         sinks: list[SinkThread[Any]] = [*self._reporters, self._log_sink, self._span_sink]
         sinks += [self._note_sink] if self._otlp_sink is None else [self._otlp_sink, self._note_sink]
         for sink in sinks:
             self.boundary.call(Component.OTHER, sink.hurry)
-        for close in [self.journal.close, *(sink.close for sink in sinks)]:
-            self.boundary.call(Component.OTHER, close, max(0.0, seconds(until_ns - self.clock.monotonic_ns())))
+        self.boundary.call(Component.OTHER, self.journal.close, self._journal_patience_s())
+        for sink in sinks:
+            self.boundary.call(Component.OTHER, sink.close, max(0.0, seconds(until_ns - self.clock.monotonic_ns())))
         self.boundary.call(Component.METRICS, self.server.close)
         if self._log is not None:
             self.boundary.call(Component.LOG, self._log.close)

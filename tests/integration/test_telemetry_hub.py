@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -386,6 +387,37 @@ def test_c52_an_unwritable_run_directory_costs_only_telemetry(start: Start, tmp_
     assert errors[Component.JOURNAL] >= 1
     assert errors[Component.SPANS] >= 1
     assert errors[Component.LOG] >= 1
+
+
+def test_what_a_busy_disk_takes_late_is_in_the_journal(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An fsync that takes as long as a save does costs the end no record: the next launcher goes by them."""
+    begun, is_free = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def busy(descriptor: int) -> None:
+        if threading.current_thread().name == "nvrx-journal":
+            begun.set()
+            assert is_free.wait(SYNC_S)
+        fsync(descriptor)
+
+    telemetry = start(limits=Limits(telemetry=TelemetryLimits(exporter_timeout_s=0.01)))
+    monkeypatch.setattr(hub, "EXIT_SYNC_S", SYNC_S)
+    telemetry.replay()
+    *records, last = fallback_story().records
+    play(telemetry, records)
+    monkeypatch.setattr(os, "fsync", busy)
+    assert not telemetry.sync(0.01)
+    assert begun.wait(SYNC_S)
+    play(telemetry, [last])
+    end = threading.Thread(target=lambda: (telemetry.settle(), telemetry.close()))
+    end.start()
+    end.join(0.2)  # to an end that does not wait it is enough
+    is_free.set()
+    end.join(SYNC_S)
+    assert not end.is_alive()
+    assert list(JournalReader(tmp_path / "journal"))[-1] == last
 
 
 def test_secrets_reach_neither_journal_nor_span_nor_log(start: Start, tmp_path: Path) -> None:
