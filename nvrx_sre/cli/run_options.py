@@ -22,7 +22,7 @@ from nvrx_sre.cli import config_file
 from nvrx_sre.cli.main import FILE_KEY
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.ids import check_run_name, run_name_from
-from nvrx_sre.core.limits import Limits
+from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.faults.plan import load_plan
 from nvrx_sre.launcher.config import ON_BUSY, NodesConfig, RunConfig
 from nvrx_sre.telemetry.endpoint import EndpointSecurity
@@ -180,7 +180,8 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         "--step-deadline",
         type=click.FloatRange(0, min_open=True),
         metavar="S",
-        help="Seconds without progress inside a step after which a rank counts as hung.",
+        help="Seconds without progress inside a step after which a rank counts as hung.  "
+        f"[default: {Deadlines().step_s:g}]",
     ),
     click.option(
         "--fault", multiple=True, metavar="SPEC", help="Inject KIND@RANK:STEP[=PARAMETER][/PHASE][xN|x*]; repeatable."

@@ -86,6 +86,7 @@ def test_runbook_commands_exist() -> None:
             assert checked.returncode == 0, f"{name}: {checked.stderr}"
             words = [line.split()[1] for line in block.splitlines() if line.startswith("nvrx-sre ")]
             assert set(words) <= set(COMMANDS), name
+            assert not {"halt", "resume"} <= set(words), f"{name}: who copies the block whole resumes what was halted"
 
 
 def test_recorded_series_exist_for_every_rule_that_reads_them() -> None:

@@ -186,4 +186,5 @@ def test_help_sorts_the_flags_of_torchrun_by_what_becomes_of_them() -> None:
     said = CliRunner().invoke(launch.command, ["--help"]).output
     places = [said.index(word) for word in ("--nproc-per-node", "--save-every", "--max-restarts", "--log-dir")]
     assert places == sorted(places)
+    assert "counts as hung. [default: 60]" in " ".join(said.split())
     assert "--log_dir" not in said

@@ -73,6 +73,20 @@ def test_exception_books_every_part_of_the_recovery() -> None:
     )
 
 
+@pytest.mark.parametrize("step_s", [0.5, 1.0, 2.0])
+def test_effective_goodput_counts_steps_at_the_reference_speed(step_s: float) -> None:
+    """Whatever ten steps take beside twenty of the median's second: slow ones count less, quick ones more."""
+    story, begin_s = begin()
+    story.steps(begin_s, begin_s + 1, 1, 1)  # of a generation that warms up: no reference
+    story.steps(begin_s + 1, begin_s + 20, 2, 20)
+    end_s = begin_s + 20 + 10 * step_s
+    story.steps(begin_s + 20, end_s, 21, 30)
+    ledger = fold(story.records)
+    ratio = ledger.goodput(ns(end_s))
+    assert ratio[GoodputKind.TRAINING] == pytest.approx((20 + 10 * step_s) / end_s)
+    assert ratio[GoodputKind.EFFECTIVE] == pytest.approx(30 / end_s)
+
+
 def test_fallback_books_redone_steps_apart_and_the_cold_start_as_init() -> None:
     """Steps at or below H are `redo`; the replacement's start-up is not the survivors' rendezvous."""
     answer = booked(fallback_story())
