@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.core.errors import ExitCode, NothingRestorable
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import (
     Action,
@@ -389,6 +389,8 @@ class Machine:
     def _carry_out(self, fault: RootFault, decision: Decision, now_ns: int) -> None:
         if fault.fault is FaultClass.HANG or decision.action is not Action.RESTART:
             self._request_stacks()
+        if fault.fault is FaultClass.CHECKPOINT_CORRUPT:
+            self._doubt_states(fault)
         if decision.action is Action.RESTART:
             self._recovery.begin(decision, fault, now_ns)
             return
@@ -398,6 +400,13 @@ class Machine:
         exit_code = ExitCode.DO_NOT_RESTART if decision.exit_code is None else decision.exit_code
         end = self._shutdown.give_up if exit_code == ExitCode.DO_NOT_RESTART else self._shutdown.stop
         end(exit_code, decision.reason, now_ns)
+
+    def _doubt_states(self, fault: RootFault) -> None:
+        """Ranks could not restore what they were offered: it is not saved, nor said to be durable, at any end."""
+        if self._job.hot_allowed and not self._job.checkpoints_back:
+            self._commits.forget_sealed()
+        if fault.exception_type == NothingRestorable.__name__:
+            self._saves.on_nothing_restorable()
 
     def _request_stacks(self) -> None:
         for child in self._roster.seated():
@@ -444,7 +453,7 @@ class Machine:
     def _on_node_joined(self, item: c.NodeJoined, now_ns: int) -> None:
         refusal = self._nodes.join(item.node, item.name, now_ns, item.gpu_uuids)
         if refusal:
-            self._shutdown.stop(ExitCode.DO_NOT_RESTART, refusal, now_ns)
+            self._shutdown.give_up(ExitCode.DO_NOT_RESTART, refusal, now_ns)
 
     def _on_tick(self, item: c.Tick, now_ns: int) -> None:
         aggregate_ns = self._commits.deadline_ns()

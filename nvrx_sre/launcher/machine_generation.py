@@ -133,6 +133,8 @@ class Generation:
                 MoveRejected(directory=message.directory, step=message.step, reason=reason, message=message.message)
             )
             return
+        if self._commits.sealed is not None and self._commits.sealed.step == message.step:
+            self._commits.forget_sealed()  # were the run to end now it would be saved as a good one
         self._job.emit(
             CheckpointRejected(
                 step=message.step,

@@ -84,6 +84,8 @@ class Saves:
         """Newest committed step of the run's current line, -1 if none."""
         self.last_failure = ""
         """Why the newest save failed, '' after a commit."""
+        self.keeps_all = False
+        """Nothing is given up for a newer save any more."""
 
     @property
     def is_idle(self) -> bool:
@@ -94,6 +96,10 @@ class Saves:
         """The state of `step` is on the disk, whoever wrote it."""
         self.committed_step = max(self.committed_step, step)
         self.last_failure = ""
+
+    def on_nothing_restorable(self) -> None:
+        """No commit on record can be loaded."""
+        self.committed_step = -1
 
     def start_writer(self, now_ns: int, node: int = 0) -> None:
         """Spawn the writer of a node; one that comes after the end was begun has not heard of it."""
@@ -340,7 +346,7 @@ class Saves:
             ),
         )
         # Not while ranks restore: what they go back to is surplus until the fence says that the newer line is none.
-        if self._commits.is_restored and self._job.stage is not Stage.FORMING:
+        if self._commits.is_restored and self._job.stage is not Stage.FORMING and not self.keeps_all:
             self._job.command(RetainSaves())
 
     def _fail(self, save: _Save, reason: SaveFailure, text: str) -> None:

@@ -122,6 +122,8 @@ class Shutdown:
         self._commits.flush()
         self._job.stage = Stage.STOPPING
         self._job.command(HurrySaves())
+        # Whoever cures the cause may want to go back behind it.
+        self._saves.keeps_all = exit_code == ExitCode.DO_NOT_RESTART
         self._exit_code = exit_code
         self._reason = reason
         self._drain_until_ns = now_ns + to_ns(drain_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from nvrx_sre.core.limits import Deadlines, Limits
@@ -421,6 +423,56 @@ def test_cap_stops_the_run_and_loses_no_sealed_step() -> None:
     driven.kill(3, exit_code=0, signal=None)
     [stop] = driven.all(c.Stop)
     assert (stop.exit_code, stop.reason.endswith("; durable up to step 12")) == (93, True)
+    assert len(driven.all(c.RetainSaves)) == 1, "step 10's: the last save costs no checkpoint that one may go back to"
+
+
+def unrestorable(*, is_told: bool, **first_fault: Any) -> DrivenMachine:
+    """Step 11 is sealed, step 10 durable; after a fault no rank can restore anything, and the ranks end."""
+    driven = begun(num_standbys=0)
+    driven.step(10, durable=True)
+    driven.write(10, "written", "committed", "verified")
+    driven.step(11)
+    driven.raise_in(1, 12, **first_fault)
+    driven.leave_generation(0, 1)
+    if is_told:
+        hot = wire.Rejected(generation=2, step=11, tier="hot", directory="", reason="digest", message="m")
+        driven.say(driven.child_of(1), hot)
+    nothing = {"fault": "checkpoint_corrupt", "exception_type": "NothingRestorable", "phase": "load"}
+    driven.raise_in(0, 0, **nothing)
+    for rank in range(2):
+        driven.kill(driven.child_of(rank))
+    return driven
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_slot_that_no_rank_may_restore_is_not_saved_at_the_end(is_told: bool) -> None:
+    """Its bytes would be a good checkpoint to whoever reads it; what cannot be loaded is not called durable either.
+
+    The rank that found the damage may tell of it after its peer has raised.
+    """
+    driven = unrestorable(is_told=is_told)
+    driven.kill(3, exit_code=0, signal=None)
+    assert [item.step for item in driven.all(c.StartSave)] == [10]
+    [stop] = driven.all(c.Stop)
+    assert (stop.exit_code, stop.reason.endswith("; nothing is durable")) == (93, True)
+
+
+def test_a_slot_that_was_not_offered_is_saved_where_nothing_else_can_be_loaded() -> None:
+    """A fault that goes further back leaves the hot tier out: it may be all that is left of the run."""
+    driven = unrestorable(is_told=False, fault="nonfinite", exception_type="NonFiniteLoss")
+    assert [item.step for item in driven.all(c.StartSave)] == [10, 11]
+
+
+def test_a_slot_that_was_rejected_is_not_saved_by_a_preemption() -> None:
+    """The ranks are about to restore an older state when the run has to end."""
+    driven = begun(num_standbys=0)
+    driven.step(11)
+    driven.raise_in(1, 12)
+    driven.leave_generation(0, 1)
+    rejected = wire.Rejected(generation=2, step=11, tier="hot", directory="", reason="digest", message="m")
+    driven.say(driven.child_of(1), rejected)
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    assert not driven.all(c.StartSave)
 
 
 def test_user_error_stops_with_78() -> None:
