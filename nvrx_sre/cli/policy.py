@@ -254,7 +254,7 @@ def table(rows: Iterable[Row]) -> Table:
     """The rows for a person."""
     result = Table(box=None, pad_edge=False)
     for title in ("when", "fault", "attempt", "decision", "layer", "back-off", "left", "why"):
-        result.add_column(title, overflow="fold")
+        result.add_column(title, overflow="fold", no_wrap=title == "when")
     for row in rows:
         decision = row.decision if row.exit_code is None else f"{row.decision}, exit {row.exit_code}"
         decision = f"{decision} without {row.excluded}" if row.excluded else decision
