@@ -57,6 +57,8 @@ class _Save:
     written: dict[int, WriterProgress] = field(default_factory=dict)
     """What is on the disk of each writer's share."""
     is_committed: bool = False
+    committed_before: int = -1
+    """`Saves.committed_step` when it was."""
     is_abandoned: bool = False
     is_reported: bool = False
     """Its failure was recorded; it is held only until the writer is done with it."""
@@ -319,6 +321,7 @@ class Saves:
             # Held on until the writer is idle: its 'verified' must not be taken for that of a later save.
             self._report_failure(save, SaveFailure.ABANDONED_LINE, "the run went back before this step")
             return
+        save.committed_before = self.committed_step
         self.on_commit_of(message.step)
         self._emit(
             save,
@@ -354,6 +357,8 @@ class Saves:
         if not save.is_committed:
             self._end_attempt(save)
             self._release(save)
+        elif reason is SaveFailure.VERIFY:  # read back damaged, and out of discovery by now
+            self.committed_step = min(self.committed_step, save.committed_before)
         self._report_failure(save, reason, text)
 
     def _report_failure(self, save: _Save, reason: SaveFailure, text: str) -> None:

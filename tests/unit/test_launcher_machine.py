@@ -497,6 +497,23 @@ def test_a_run_whose_last_step_is_not_saved_is_to_be_started_again() -> None:
     assert stop.reason == "finished; the last step is not saved (storage: disk full), nothing is durable"
 
 
+def test_a_last_step_that_was_read_back_damaged_is_not_saved() -> None:
+    """Its commit was moved aside: the run goes back behind it, so it neither finished nor is it durable there."""
+    driven = begun(num_standbys=0)
+    driven.step(5, durable=True)
+    driven.write(5, "written", "committed", "verified")
+    driven.step(10, durable=True)
+    for rank in range(2):
+        driven.say(driven.child_of(rank), wire.Finished(generation=1, step=10, result={}, mono_ns=driven.now_ns))
+    driven.write(10, "written", "committed")
+    driven.write(10, "failed", reason="verify")
+    for child in (1, 2, 3):
+        driven.kill(child, exit_code=0, signal=None)
+    (stop,) = driven.all(c.Stop)
+    assert stop.exit_code == 75
+    assert stop.reason == "finished; the last step is not saved (verify), durable up to step 5"
+
+
 def test_a_last_step_that_ranks_did_not_capture_is_said_to_be_lost() -> None:
     """They say why in their logs, and 0 would say too much."""
     driven = begun(num_standbys=0)
