@@ -9,6 +9,7 @@ import select
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -44,22 +45,6 @@ LONG = ("--nproc", "2", "--steps", "100000", "--standbys", "0")
 def has_steps(record: Record) -> bool:
     """Training is under way."""
     return isinstance(record.event, StepsCommitted) and record.event.last_step >= 12
-
-
-def test_ctrl_c_while_metrics_wait_for_their_last_scrape_leaves_the_exit_code(tmp_path: Path) -> None:
-    """The launcher says what it waits for; the run has finished, so it was not interrupted."""
-    run_dir = tmp_path / "run"
-    popen = start(train_arguments(run_dir, "--nproc", "1", "--standbys", "0", "--metrics-linger", "600"))
-    wait_for(run_dir, popen, lambda record: isinstance(record.event, GenerationFormed))
-    with urlopen(metrics_url(run_dir), timeout=PATIENCE_S) as answer:
-        answer.read()
-    assert popen.stdout is not None
-    said = next(line for line in popen.stdout if line.startswith("metrics stay"))
-    assert said == "metrics stay up to 600 s for the last scrape; Ctrl-C ends it\n"
-    popen.send_signal(signal.SIGINT)
-    ended = finish(popen, run_dir)
-    assert ended.exit_code == 0, ended.explain()
-    assert "exit 0, 24 of 24 steps" in ended.output, ended.output
 
 
 def started_processes(run_dir: Path, popen: subprocess.Popen[str]) -> dict[int, int]:
@@ -114,19 +99,33 @@ def scraped(url: str) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A run of 24 steps that ended well, with checkpoints of steps 8 and 24, and 16 unless the writer was busy."""
+    """A run of 24 steps that ended well, with checkpoints of steps 8 and 24, and 16 unless the writer was busy.
+
+    It was scraped, and Ctrl-C kept it from waiting for another one. `output` begins with what it said of that.
+    """
     run_dir = tmp_path_factory.mktemp("finished") / f"exit-finished-{os.getpid()}"
-    ended = finish(
-        start(train_arguments(run_dir, "--nproc", "2", "--standbys", "0"), **private_temporary(run_dir)), run_dir
-    )
+    arguments = train_arguments(run_dir, "--nproc", "2", "--standbys", "0", "--metrics-linger", "600")
+    popen = start(arguments, **private_temporary(run_dir))
+    wait_for(run_dir, popen, lambda record: isinstance(record.event, GenerationFormed))
+    scraped(metrics_url(run_dir))
+    assert popen.stdout is not None
+    said = next((line for line in popen.stdout if line.startswith("metrics stay")), "")
+    popen.send_signal(signal.SIGINT)
+    ended = finish(popen, run_dir)
     assert ended.exit_code == 0, ended.explain()
-    return ended
+    return replace(ended, output=said + ended.output)
 
 
 @pytest.fixture
 def copied(finished: Ended, tmp_path: Path) -> Path:
     """A copy of the finished run's directory, to damage and start again."""
     return Path(shutil.copytree(finished.run_dir, tmp_path / finished.run_dir.name, symlinks=True))
+
+
+def test_ctrl_c_while_metrics_wait_for_their_last_scrape_leaves_the_exit_code(finished: Ended) -> None:
+    """The launcher says what it waits for; the run has finished, so it was not interrupted."""
+    assert finished.output.startswith("metrics stay up to 600 s for the last scrape; Ctrl-C ends it\n")
+    assert "exit 0, 24 of 24 steps" in finished.output, finished.output
 
 
 def test_a_finished_run_leaves_nothing(finished: Ended) -> None:
