@@ -324,8 +324,9 @@ def _may_be_frozen(source: Source) -> bool:
 
 def _is_late(source: Source, trained: set[int], device: torch.device) -> bool:
     """True if only a step of a tracked optimizer changes the tensor, and it is where captures are copied from."""
-    is_trained = source.role is ItemRole.PARAMETER and id(source.tensor) in trained
-    return (is_trained or source.role is ItemRole.OPTIMIZER) and source.tensor.device == device
+    role, tensor = source.role, source.tensor
+    is_trained = role is ItemRole.OPTIMIZER or (role is ItemRole.PARAMETER and id(tensor) in trained)
+    return is_trained and tensor.device == device
 
 
 def _same_item(new: Source, old: Source) -> bool:

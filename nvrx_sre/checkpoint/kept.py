@@ -16,7 +16,6 @@ Must not: copy parameters, run a collective. Thread safety: main thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class Kept:
         """`fixed` with the copies in the places of what they were made of."""
         copies = {id(source.tensor): copy for source, copy in zip(self._small, self._copies, strict=True)}
         return [
-            replace(source, tensor=copies[id(source.tensor)]) if id(source.tensor) in copies else source
+            source._replace(tensor=copies[id(source.tensor)]) if id(source.tensor) in copies else source
             for source in self.fixed
         ]
 

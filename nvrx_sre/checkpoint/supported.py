@@ -29,11 +29,12 @@ RANKS_ONLY = "FSDP1 wrappers, strided shards, tensor subclasses"
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def check(tracked: Mapping[str, object]) -> list[str]:
+def check(tracked: Mapping[str, object], *, is_recovery: bool = False) -> list[str]:
     """'name (kind)' of whatever only the ranks can save, as far as it exists yet; [] if slots hold it all.
 
     Raises `UserError` that names whatever cannot be saved at all, and if there is nothing to save: each fault would
-    begin training anew and look recovered. Calls state dicts that modules have of their own.
+    begin training anew and look recovered. Calls state dicts that objects have of their own, which may take any time:
+    not in a recovery (`is_recovery`), where they were asked as training began.
     """
     if not tracked:
         raise UserError("nothing is tracked: call ctx.track(model=..., optimizer=..., ...) before ctx.restore()")
@@ -41,7 +42,8 @@ def check(tracked: Mapping[str, object]) -> list[str]:
     inside = {id(tensor) for module in wrappers.values() for tensor in (*module.parameters(), *module.buffers())}
     others = [source for source in tracking.fixed_sources(tracked) if id(source.tensor) not in inside]
     refuse(refusals(others))
-    _refuse_hidden_state(tracked)
+    if not is_recovery:
+        _refuse_hidden_state(tracked, wrappers.values())
     found = [(source.fqn, kind_for_ranks(source.tensor)) for source in others]
     return [f"{path} (FSDP1 wrapper)" for path in wrappers] + [f"{fqn} ({kind})" for fqn, kind in found if kind]
 
@@ -59,10 +61,10 @@ def fsdp1_wrappers(tracked: Mapping[str, object]) -> dict[str, FullyShardedDataP
     return found
 
 
-def _refuse_hidden_state(tracked: Mapping[str, object]) -> None:
+def _refuse_hidden_state(tracked: Mapping[str, object], wrappers: Iterable[nn.Module]) -> None:
     """Raise `UserError` for what only a `state_dict` of the object's own knows: nothing here calls it at a capture."""
     for name, optimizer in tracking.optimizers(tracked):
-        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        if _has_state_of_its_own(optimizer):
             raise UserError(
                 f"optimizer {name!r} cannot be saved: {type(optimizer).__name__} has a state_dict() of its own; "
                 "use one that keeps all its state in `state` and `param_groups`"
@@ -74,14 +76,28 @@ def _refuse_hidden_state(tracked: Mapping[str, object]) -> None:
                     f"optimizer {name!r} steps another one, `{attribute}`, whose state would be lost: "
                     "give that one to ctx.track() as well"
                 )
+    inside = {inner for wrapper in wrappers for inner in wrapper.modules()}
     for name, module in tracking.modules(tracked):
         for path, inner in module.named_modules():
+            if inner in inside or (inside and not inside.isdisjoint(inner.modules())):
+                continue  # FSDP1 takes its own state dict of these, and would gather for each further one
             hidden = sorted(_hidden_keys(inner))
             if hidden:
                 raise UserError(
                     f"module {f'{name}.{path}'.rstrip('.')!r} cannot be saved: state_dict() of {type(inner).__name__} "
                     f"adds {listed(hidden)}: make it a buffer, or return it from get_extra_state()"
                 )
+
+
+def _has_state_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """False if its state dict has torch's two parts and no more, as wrappers' have that hand out another's."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return False
+    try:
+        state: object = optimizer.state_dict()
+    except RuntimeError:  # `ZeroRedundancyOptimizer`: it is to be gathered first
+        return True
+    return not isinstance(state, Mapping) or not state.keys() <= {"state", "param_groups"}
 
 
 def _hidden_keys(module: nn.Module) -> set[str]:

@@ -17,8 +17,7 @@ step.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,9 +28,8 @@ from nvrx_sre.checkpoint.layout import ItemRole
 from nvrx_sre.core.errors import UserError
 
 
-@dataclass(frozen=True)
-class Source:
-    """A live tensor (DTensor or plain) under its name."""
+class Source(NamedTuple):
+    """A live tensor (DTensor or plain) under its name. A tuple: each capture makes thousands."""
 
     fqn: str
     role: ItemRole
@@ -151,15 +149,17 @@ def optimizer_sources(
     """
     found: list[Source] = []
     scalars: dict[str, dict[str, Any]] = {}
+    role = ItemRole.OPTIMIZER
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         fqn = names[parameter]
+        prefix = f"{name}.state.{fqn}."
         for key, value in optimizer.state.get(parameter, {}).items():
             if type(key) is not str:
                 raise UserError(
                     f"optimizer {name!r} keeps state of {fqn} under {key!r}, which cannot be saved: use text as keys"
                 )
             if isinstance(value, torch.Tensor):
-                found.append(Source(f"{name}.state.{fqn}.{key}", ItemRole.OPTIMIZER, value))
+                found.append(Source(prefix + key, role, value))
             else:
                 scalars.setdefault(fqn, {})[key] = value
     return found, scalars

@@ -94,7 +94,8 @@ def restore(
     """
     if process.ring is None and device.type == "cuda":
         process.ring = Ring(device)
-    found = supported.check(tracked)
+    # Slots end with the launcher: what they hold was captured from objects that were asked as training began.
+    found = supported.check(tracked, is_recovery=any(entry["tier"] == Tier.HOT for entry in go.candidates))
     if not rank_saving.needed_by_any(found, device):
         restorer = Restorer(process, go, rank, device, spare)
         step, source = restorer.restore(tracked)

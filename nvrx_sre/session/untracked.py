@@ -48,7 +48,8 @@ class TrackingWatch:
         """Raise `UserError` if it is to be tracked and is not; say so of its schedulers."""
         if self._is_kept(optimizer):
             if self._looks_for_schedulers:
-                self._look_for_schedulers(optimizer)
+                self._looks_for_schedulers = False
+                self._look_for_schedulers()
             return
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, module in tracking.modules(self._tracked):
@@ -58,9 +59,11 @@ class TrackingWatch:
                     "its state anew: call ctx.track(optimizer=...) before ctx.restore()"
                 )
 
-    def _look_for_schedulers(self, optimizer: torch.optim.Optimizer) -> None:
+    def _look_for_schedulers(self) -> None:
+        """Of all tracked optimizers at once: there may be one a parameter."""
         for scheduler in _schedulers():
-            if getattr(scheduler, "optimizer", None) is optimizer and not self._is_kept(scheduler):
+            optimizer = getattr(scheduler, "optimizer", None)
+            if optimizer is not None and self._is_kept(optimizer) and not self._is_kept(scheduler):
                 print(
                     f"nvrx-sre: {type(scheduler).__name__} changes a tracked optimizer and is not tracked: unless it "
                     "is built from ctx.step, a recovery begins its schedule anew; ctx.track(scheduler=...) keeps it",
@@ -69,14 +72,16 @@ class TrackingWatch:
 
     def _is_kept(self, item: object) -> bool:
         """It is tracked, or a tracked object has it and may save it."""
-        return any(value is item or _may_save(value, item) for value in self._tracked.values())
+        held = self._tracked.values()
+        return any(value is item for value in held) or any(_may_save(value, item) for value in held)
 
 
 def _may_save(holder: object, item: object) -> bool:
     if not tracking.is_stateful(holder) or (isinstance(holder, LRScheduler) and not isinstance(item, LRScheduler)):
         return False
     for value in getattr(holder, "__dict__", {}).values():
-        if value is item or (isinstance(value, list | tuple) and any(part is item for part in value)):
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        if any(part is item for part in parts):
             return True
     return False
 

@@ -522,6 +522,50 @@ def test_what_only_a_state_dict_of_its_own_knows_is_refused() -> None:
         check({"model": OwnEntries(2, 2)})
 
 
+class Handing(torch.optim.Optimizer):
+    """Hands out what another one has, as `AcceleratedOptimizer` does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+
+def test_a_wrapper_that_hands_out_the_state_of_its_optimizer_is_saved() -> None:
+    """Its state dict is its own and adds nothing."""
+    model = nn.Linear(2, 2)
+    optimizer = Handing(torch.optim.AdamW(model.parameters(), 0.1))
+    assert check({"model": model, "o": optimizer}) == []
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.optimizer.step()
+    capturer = Capturer({"model": model, "o": optimizer})
+    capturer.refresh()
+    assert "o.state.weight.exp_avg" in capturer.layout.by_fqn
+
+
+def test_no_state_dict_around_or_inside_fsdp1_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would gather the whole model, and FSDP1 has its own way to save."""
+
+    class Wrapper(nn.Sequential):
+        """In the place of FSDP1, which wants a process group."""
+
+    class Root(nn.Sequential):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("asked for its state dict")
+
+    monkeypatch.setattr("nvrx_sre.checkpoint.supported.FullyShardedDataParallel", Wrapper)
+    assert check({"model": Root(Wrapper(OwnModule(2, 2)))}) == ["model.0 (FSDP1 wrapper)"]
+
+
+def test_a_recovery_asks_no_state_dict() -> None:
+    """It may copy or gather all there is; as training began it was asked."""
+    assert check({"model": OwnModule(2, 2)}, is_recovery=True) == []
+
+
 def test_state_under_a_key_that_is_no_text_is_refused() -> None:
     """It would come back under another key."""
     model = nn.Linear(2, 2)

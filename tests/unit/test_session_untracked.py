@@ -66,6 +66,27 @@ def test_what_is_tracked_steps(model: nn.Module) -> None:
     assert scheduler.last_epoch == 1
 
 
+@pytest.mark.parametrize("form", [list, tuple, lambda items: dict(enumerate(items))])
+def test_an_object_may_keep_several_optimizers(model: nn.Module, form: Any) -> None:
+    """In a list or under names, as trainers of several models do."""
+    first, second = sgd(model), sgd(model)
+    holder = Wrapped(first)
+    holder.optimizers = form([first, second])  # type: ignore[attr-defined]  # a stranger's own
+    with watching(model=model, holder=holder):
+        second.step()
+
+
+def test_all_schedulers_are_looked_for_at_once(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    """With an optimizer a parameter, a look at every object for each would take half a minute."""
+    optimizers = {name: torch.optim.SGD([item], lr=0.1) for name, item in model.named_parameters()}
+    schedulers = [ExponentialLR(item, 0.9) for item in optimizers.values()]
+    with watching(model=model, **optimizers):
+        optimizers["weight"].step()
+        assert capsys.readouterr().err.count("ExponentialLR changes a tracked optimizer") == len(schedulers)
+        optimizers["bias"].step()
+        assert not capsys.readouterr().err
+
+
 def test_an_optimizer_over_something_else_is_let_be(model: nn.Module) -> None:
     """An attack on the inputs makes one at each step, and has nothing to restore."""
     inputs = torch.zeros(2, requires_grad=True)
