@@ -2,8 +2,9 @@
 
 JSON scalars, lists and dicts with text keys are themselves. Everything else is an object with one key that
 begins with `$`: tuple, bytes, bytearray, items (a dict with other keys), ordered, default, counter, float (bits that
-JSON lacks), tensor, ndarray, big. Tensors from `BIG_BYTES` on do not go into the text: the caller's `big` takes them
-by name. Nothing is pickled, so decoding runs no code of the input's choosing.
+JSON lacks), tensor, ndarray, big, on (a tensor that was not on the CPU). Tensors from `BIG_BYTES` on do not go into the
+text: the caller's `big` takes them by name. A tensor of a GPU goes back to the current one, where the process uses any.
+Nothing is pickled, so decoding runs no code of the input's choosing.
 
 Must not: accept what it cannot give back equal and of its type; such a value is a `UserError` that names it. Numbers
 and text of a type of their own (enums) come back equal, as plain ones, and so do mappings that are no dict.
@@ -94,6 +95,11 @@ def _encode_tensor(value: torch.Tensor, name: str, big: BigTensors) -> Any:
         raise UserError(f"state {name!r} is a sharded tensor: track its module or optimizer, or the tensor itself")
     if value.layout is not torch.strided or value.is_quantized:
         raise UserError(f"state {name!r} is a sparse or quantized tensor, which cannot be saved")
+    content = _encode_content(value, name, big)
+    return content if value.device.type == "cpu" else {"$on": [value.device.type, content]}
+
+
+def _encode_content(value: torch.Tensor, name: str, big: BigTensors) -> Any:
     if value.numel() * value.element_size() >= BIG_BYTES:
         big(name, value)
         return {"$big": name}
@@ -137,6 +143,17 @@ def _decode_tensor(body: Any, _: Any) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape).clone()
 
 
+def _decode_on(body: Any, big: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    kind, content = body
+    tensor: torch.Tensor = decode(content, big)
+    return tensor.to(kind) if _is_in_use(kind) else tensor
+
+
+def _is_in_use(kind: str) -> bool:
+    """A reader of checkpoints must not begin to use a device."""
+    return kind == "cuda" and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has none
+
+
 def _decode_array(body: Any, _: Any) -> Any:
     dtype, shape, content, scalar = body
     array = np.frombuffer(base64.b64decode(content), dtype=np.dtype(dtype)).reshape(shape).copy()
@@ -161,6 +178,7 @@ _DECODERS: dict[str, Callable[[Any, Callable[[str], torch.Tensor]], Any]] = {
     "$tensor": _decode_tensor,
     "$ndarray": _decode_array,
     "$big": lambda body, big: big(body),
+    "$on": _decode_on,
 }
 
 

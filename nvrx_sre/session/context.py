@@ -149,7 +149,7 @@ class Context:
 
         Collective. Raises `NothingRestorable` if commits are on record and none can be loaded, `UserError` for tracked
         state that cannot be saved. From here on an optimizer over a tracked module that is not tracked itself raises
-        `UserError` at its first step.
+        `UserError` when it steps again after a commit.
         """
         from nvrx_sre.session.restoring import restore
         from nvrx_sre.session.untracked import TrackingWatch
@@ -160,7 +160,7 @@ class Context:
         started_ns = control.clock.monotonic_ns()
         taken = restore(self._process, self._go, self.rank, self.device, self._tracked, self._spare)
         self._saver = taken.saver
-        self._watch = TrackingWatch(self._tracked, is_first=taken.step == 0)
+        self._watch = TrackingWatch(self._tracked, lambda: control.step, is_first=taken.step == 0)
         now_ns = control.clock.monotonic_ns()
         control.step = taken.step
         control.send(

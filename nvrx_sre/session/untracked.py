@@ -1,6 +1,7 @@
 """What trains the tracked state and is not tracked itself: a recovery would begin it anew, and still look like one.
 
-    optimizer   steps over parameters of a tracked module: refused at its first step
+    optimizer   steps over parameters of a tracked module before and after a commit: refused there; one that is made
+                anew within each step (an inner loop of meta-learning) carries nothing over
     scheduler   of a tracked optimizer: told there, as the run begins; it may be built from `ctx.step` on purpose
 
 Another tracked object may hold it, and save it in its own `state_dict`; a scheduler holds its optimizer and does not
@@ -15,7 +16,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ from nvrx_sre.core.errors import UserError
 
 
 class TrackingWatch:
-    """Of one generation, from `ctx.restore()` on. `is_first`: the run begins here."""
+    """Of one generation, from `ctx.restore()` on. `step`: commits so far; `is_first`: the run begins here."""
 
-    def __init__(self, tracked: Mapping[str, Any], *, is_first: bool) -> None:
+    def __init__(self, tracked: Mapping[str, Any], step: Callable[[], int], *, is_first: bool) -> None:
         self._tracked = tracked
+        self._step = step
         self._looks_for_schedulers = is_first
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._suspects: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Those that are to be tracked if they step again after this step."""
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
@@ -40,24 +44,38 @@ class TrackingWatch:
         self._hook.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in self._known:
+        if optimizer in self._known:
+            return
+        if optimizer not in self._suspects:
             self._look_at(optimizer)
-            self._known.add(optimizer)
+        elif self._suspects[optimizer] != self._step():
+            raise UserError(
+                f"{type(optimizer).__name__} trains {self._trained_by(optimizer)!r} and is not tracked, so that a "
+                "recovery would begin its state anew: call ctx.track(optimizer=...) before ctx.restore()"
+            )
 
     def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise `UserError` if it is to be tracked and is not; say so of its schedulers."""
         if self._is_kept(optimizer):
+            self._known.add(optimizer)
             if self._looks_for_schedulers:
                 self._looks_for_schedulers = False
                 self._look_for_schedulers()
-            return
+        elif self._trained_by(optimizer):
+            self._suspects[optimizer] = self._step()
+        else:
+            self._known.add(optimizer)
+
+    def _trained_by(self, optimizer: torch.optim.Optimizer) -> str:
+        """Name of a tracked module with parameters of it, '' if there is none."""
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for name, module in tracking.modules(self._tracked):
-            if any(id(parameter) in mine for parameter in module.parameters()):
-                raise UserError(
-                    f"{type(optimizer).__name__} trains {name!r} and is not tracked, so that a recovery would begin "
-                    "its state anew: call ctx.track(optimizer=...) before ctx.restore()"
-                )
+        return next(
+            (
+                name
+                for name, module in tracking.modules(self._tracked)
+                if any(id(parameter) in mine for parameter in module.parameters())
+            ),
+            "",
+        )
 
     def _look_for_schedulers(self) -> None:
         """Of all tracked optimizers at once: there may be one a parameter."""

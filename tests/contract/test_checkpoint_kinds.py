@@ -487,13 +487,16 @@ class Outer(torch.optim.SGD):
         self.base = torch.optim.AdamW(self.param_groups, 0.1)
 
 
-def test_an_optimizer_inside_another_one_is_tracked_as_well() -> None:
+@pytest.mark.parametrize("form", [lambda base: base, lambda base: [base], lambda base: {"only": base}])
+def test_an_optimizer_inside_another_one_is_tracked_as_well(form: Any) -> None:
     """Its moments are no state of the outer one."""
     model = nn.Linear(2, 2)
     optimizer = Outer(model.parameters())
+    base = optimizer.base
+    optimizer.base = form(base)
     with pytest.raises(UserError, match="'o' steps another one, `base`, whose state would be lost"):
         check({"model": model, "o": optimizer})
-    assert check({"model": model, "o": optimizer, "base": optimizer.base}) == []
+    assert check({"model": model, "o": optimizer, "base": base}) == []
 
 
 class OwnModule(nn.Linear):
@@ -520,6 +523,12 @@ def test_what_only_a_state_dict_of_its_own_knows_is_refused() -> None:
         check({"model": nn.Sequential(model, OwnModule(2, 2))})
     with pytest.raises(UserError, match=r"'model' cannot be saved: state_dict\(\) of OwnEntries adds scale:"):
         check({"model": OwnEntries(2, 2)})
+
+
+def test_packed_weights_that_are_not_trained_may_add_their_format() -> None:
+    """4 and 8 bit layers do: it comes with the weights when the script loads them, and never changes."""
+    packed = OwnEntries(2, 2).requires_grad_(False)
+    assert check({"model": nn.Sequential(packed, nn.Linear(2, 2))}) == []
 
 
 class Handing(torch.optim.Optimizer):

@@ -98,6 +98,20 @@ def test_a_conjugate_view_comes_back_equal() -> None:
     assert torch.equal(round_trip(value.conj()), value.conj().clone())
 
 
+def test_a_tensor_goes_back_to_the_kind_of_device_that_it_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the process uses one; who only reads a checkpoint begins to use none. `meta` stands for a GPU."""
+    handed: dict[str, torch.Tensor] = {}
+    value = torch.zeros(encoding.BIG_BYTES, device="meta")
+    encoded = encoding.encode([value, torch.ones(2)], "x", handed.__setitem__)
+    assert encoding.big_names(encoded) == ["x.0"]
+    filled = {"x.0": torch.zeros(encoding.BIG_BYTES)}
+    kinds = []
+    for is_in_use in (True, False):
+        monkeypatch.setattr(encoding, "_is_in_use", lambda kind, used=is_in_use: used and kind == "meta")
+        kinds.append([tensor.device.type for tensor in encoding.decode(encoded, filled.__getitem__)])
+    assert kinds == [["meta", "cpu"], ["cpu", "cpu"]]
+
+
 @pytest.mark.parametrize(
     ("value", "why"),
     [

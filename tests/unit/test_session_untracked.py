@@ -30,11 +30,18 @@ class Wrapped:
         self.inner.load_state_dict(state)
 
 
+class Commits:
+    """How many steps a script has committed."""
+
+    num = 0
+
+
 @contextmanager
-def watching(*, is_first: bool = True, **tracked: Any) -> Iterator[TrackingWatch]:
-    watch = TrackingWatch(tracked, is_first=is_first)
+def watching(*, is_first: bool = True, **tracked: Any) -> Iterator[Commits]:
+    commits = Commits()
+    watch = TrackingWatch(tracked, lambda: commits.num, is_first=is_first)
     try:
-        yield watch
+        yield commits
     finally:
         watch.close()
 
@@ -48,11 +55,25 @@ def model() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-def test_an_optimizer_of_a_tracked_module_is_refused_at_its_first_step(model: nn.Module) -> None:
+def test_an_optimizer_of_a_tracked_module_is_refused_behind_a_commit(model: nn.Module) -> None:
     """Its moments would begin anew at each fault; by its kind and the module's name."""
     adam = torch.optim.AdamW(model.parameters())
-    with watching(model=model), pytest.raises(UserError, match=r"AdamW trains 'model' and is not tracked"):
+    with watching(model=model) as commits:
         adam.step()
+        adam.step()
+        commits.num = 1
+        with pytest.raises(UserError, match=r"AdamW trains 'model' and is not tracked"):
+            adam.step()
+
+
+def test_an_optimizer_that_is_made_within_each_step_is_let_be(model: nn.Module) -> None:
+    """An inner loop of meta-learning carries nothing over a commit."""
+    with watching(model=model) as commits:
+        for commits.num in range(3):
+            inner = torch.optim.Adam(model.parameters())
+            inner.step()
+            inner.step()
+    assert commits.num == 2
 
 
 def test_what_is_tracked_steps(model: nn.Module) -> None:
@@ -113,11 +134,11 @@ def test_a_scheduler_of_a_tracked_optimizer_is_told(
 def test_a_scheduler_does_not_keep_its_optimizer(model: nn.Module) -> None:
     """Tracking the scheduler alone saves no moment."""
     optimizer = sgd(model)
-    with (
-        watching(model=model, scheduler=ExponentialLR(optimizer, 0.9)),
-        pytest.raises(UserError, match="SGD trains 'model'"),
-    ):
+    with watching(model=model, scheduler=ExponentialLR(optimizer, 0.9)) as commits:
         optimizer.step()
+        commits.num = 1
+        with pytest.raises(UserError, match="SGD trains 'model'"):
+            optimizer.step()
 
 
 def test_schedulers_within_a_tracked_one_are_kept(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
