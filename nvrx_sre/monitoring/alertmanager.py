@@ -36,7 +36,12 @@ GROUP_INTERVAL_S = 300.0
 REPEAT_INTERVAL_S = 14_400.0
 """Alertmanager's own default: four hours."""
 DEADMAN_INTERVAL_S = 60.0
-"""How often the watchdog is passed on: the service may call after a few minutes of silence."""
+"""How often the watchdog is passed on: the service may call after `DEADMAN_TIMEOUT_S` of silence."""
+DEADMAN_GROUP_INTERVAL_S = 10.0
+"""How often Alertmanager asks whether a beat is due. At the beat's own interval, an answer of 'not yet' by a moment
+would make the next one come after two."""
+DEADMAN_TIMEOUT_S = 180.0
+"""After how much silence the service should call: more than two beats, so that one lost on the road wakes nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +78,7 @@ def _route(keys: Sequence[str], timing: Timing) -> dict[str, Any]:
         "receiver": DEADMAN,
         "matchers": [f'alertname="{WATCHDOG}"'],
         "group_wait": "0s",
-        "group_interval": duration(DEADMAN_INTERVAL_S),
+        "group_interval": duration(DEADMAN_GROUP_INTERVAL_S),
         "repeat_interval": duration(DEADMAN_INTERVAL_S),
     }
     return {

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.monitoring import assets
-from nvrx_sre.monitoring.alertmanager import alertmanager_config
+from nvrx_sre.monitoring.alertmanager import DEADMAN_TIMEOUT_S, alertmanager_config
 from nvrx_sre.monitoring.alerts import kubernetes_document, rules_document
 from nvrx_sre.monitoring.dashboards import dashboard_files
 from nvrx_sre.monitoring.manifests import ManifestOptions, grafana_provisioning, operator_manifests
 from nvrx_sre.monitoring.notices import notification_templates
+from nvrx_sre.monitoring.promql import duration
 from nvrx_sre.monitoring.runbooks import alert_reference
 from nvrx_sre.monitoring.values import Values, values_file
 from nvrx_sre.monitoring.yaml_files import YAML_HEADER, yaml_text
@@ -51,6 +52,7 @@ def outputs(values: Values, *, with_docs: bool) -> dict[str, str]:
     example = (
         f"{YAML_HEADER}# An example to merge into a site's own: routes by severity, one group and one page a run.\n"
         "# The texts are in nvrx-sre.tmpl; secrets are files; the addresses and the channel are yours to set.\n"
+        f"# Let the dead man's switch call after {duration(DEADMAN_TIMEOUT_S)} without a beat of NvrxWatchdog.\n"
     )
     sources = f"{YAML_HEADER}# Defaults and where they come from. Give a copy to `nvrx-sre generate --values FILE`.\n\n"
     files = {

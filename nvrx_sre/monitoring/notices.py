@@ -13,8 +13,8 @@ from __future__ import annotations
 FACTS = (("Verdict", "verdict"), ("Progress", "progress"), ("Culprit", "culprit"), ("Idle", "idle"))
 """(what a person reads, annotation), in order."""
 RESOLVED_ANNOTATION = "resolved"
-RESOLVED_TEXT = "the condition is gone after"
-"""Where an alert does not say how it ended: for how long it fired follows."""
+RESOLVED_TEXT = "not reported any more after"
+"""Where an alert does not say how it ended, or Prometheus was away: for how long it fired follows."""
 SECOND_NS = 1_000_000_000
 """Go's durations count nanoseconds; a text in whole seconds can be read."""
 
@@ -43,12 +43,17 @@ def _first(annotation: str) -> str:
 
 
 def _silence() -> str:
-    pairs = (
-        "{{ range $index, $pair := .GroupLabels.SortedPairs }}{{ if $index }}%2C{{ end }}"
-        "{{ $pair.Name }}%3D%22{{ urlquery $pair.Value }}%22{{ end }}"
-    )
-    name = "{{ with .CommonLabels.alertname }}%2Calertname%3D%22{{ . }}%22{{ end }}"
-    return f"{{{{ .ExternalURL }}}}/#/silences/new?filter=%7B{pairs}{name}%7D"
+    """The link to a silence of what fires in this run, never of the run alone: its next alert is another one."""
+    value = "{{ reReplaceAll `\\+` `%20` (urlquery .Value) }}"  # Alertmanager's page reads no + as a space
+    pairs = f"{{{{ range .GroupLabels.SortedPairs }}}}{{{{ .Name }}}}%3D%22{value}%22%2C{{{{ end }}}}"
+    # of a group that is over, what it was about: without a name the link would silence the whole run
+    alerts = "{{ $names := `` }}{{ $alerts := .Alerts.Firing }}{{ if not $alerts }}{{ $alerts = .Alerts }}{{ end }}"
+    name = "{{ $name := reReplaceAll `\\W` `.` .Labels.alertname }}"
+    is_new = "{{ if not (match (printf `(^|\\|)%s(\\||$)` $name) $names) }}"
+    add = "{{ if $names }}{{ $names = printf `%s|%s` $names $name }}{{ else }}{{ $names = $name }}{{ end }}"
+    names = f"{alerts}{{{{ range $alerts }}}}{name}{is_new}{add}{{{{ end }}}}{{{{ end }}}}"
+    matchers = f"{pairs}alertname%3D~%22{{{{ urlquery $names }}}}%22"
+    return f"{names}{{{{ .ExternalURL }}}}/#/silences/new?filter=%7B{matchers}%7D"
 
 
 def _resolved_line() -> str:

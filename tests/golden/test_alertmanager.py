@@ -67,6 +67,16 @@ def test_routes(example: Path, labels: dict[str, str], receiver: str) -> None:
     assert routed.stdout.strip() == receiver, routed.stderr
 
 
+def test_no_beat_of_the_watchdog_is_skipped() -> None:
+    """Alertmanager looks several times a beat whether one is due, and the switch's time-out bears one that is lost."""
+    text = assets.asset(assets.ALERTMANAGER_FILE).read_text()
+    route = next(item for item in yaml.safe_load(text)["route"]["routes"] if item["receiver"] == "deadman")
+    assert (route["group_interval"], route["repeat_interval"]) == ("10s", "1m")
+    longest_s = alertmanager.DEADMAN_INTERVAL_S + alertmanager.DEADMAN_GROUP_INTERVAL_S
+    assert 2 * longest_s < alertmanager.DEADMAN_TIMEOUT_S
+    assert "after 3m without a beat" in text
+
+
 def test_the_ladder_of_inhibition() -> None:
     """Halted over looping over overdue over the signs; what is blind silences the signs and nothing else."""
     assert dict(INHIBITIONS) == {
@@ -151,14 +161,57 @@ def test_the_facts_of_the_recorded_page_are_those_of_the_run() -> None:
     assert "resolved" not in facts or not facts["resolved"]
 
 
-def test_the_silence_link_names_this_run_and_alert(tmp_path: Path) -> None:
-    """The filter is readable by Alertmanager: matchers in braces, nothing of another run."""
+def silence_filter(payload: dict[str, Any], directory: Path) -> dict[str, tuple[str, str]]:
+    """Label -> (operator, value) of the link's filter, read as Alertmanager's page reads it: a `+` is a `+`."""
+    link = urlsplit(render("nvrx.silence", payload, directory))
+    text = unquote(link.fragment.partition("?filter=")[2])
+    assert (text[0], text[-1]) == ("{", "}"), text
+    found = re.findall(r'(\w+)(=~|=)"([^"]*)"(?:,|$)', text[1:-1])
+    assert ",".join(f'{name}{operator}"{value}"' for name, operator, value in found) == text[1:-1]
+    return {name: (operator, value) for name, operator, value in found}
+
+
+def several_alerts(*alerts: tuple[str, str]) -> dict[str, Any]:
+    """The recorded page with these alerts (name, status) in its group instead of one."""
     payload = recorded("firing")
-    link = urlsplit(render("nvrx.silence", payload, tmp_path))
-    filter_text = unquote(link.fragment.partition("?filter=")[2])
-    labels = payload["alerts"][0]["labels"]
-    wanted = ",".join(f'{key}="{labels[key]}"' for key in ("cluster", "namespace", "run", "alertname"))
-    assert filter_text == f"{{{wanted}}}"
+    (alert,) = payload["alerts"]
+    payload["alerts"] = [
+        {**alert, "status": status, "labels": {**alert["labels"], "alertname": name}} for name, status in alerts
+    ]
+    payload["status"] = "firing" if any(status == "firing" for _, status in alerts) else "resolved"
+    if len({name for name, _ in alerts}) > 1:
+        del payload["commonLabels"]["alertname"]
+    return payload
+
+
+@pytest.mark.parametrize(
+    ("alerts", "names"),
+    [
+        ([("NvrxRunHalted", "firing")], "NvrxRunHalted"),
+        ([("NvrxRunStalled", "firing"), ("NvrxTargetMissing", "firing")], "NvrxRunStalled|NvrxTargetMissing"),
+        ([("NvrxGoodputBurn", "firing"), ("NvrxGoodputBurn", "firing")], "NvrxGoodputBurn"),
+        ([("NvrxSlowRank", "resolved"), ("NvrxFlapping", "firing")], "NvrxFlapping"),
+        ([("NvrxSlow", "firing"), ("NvrxSlowRank", "firing"), ("Nvrx", "firing")], "NvrxSlow|NvrxSlowRank|Nvrx"),
+        ([("Disk full (/)", "firing"), ("Disk full (/)", "firing")], "Disk.full...."),
+        ([("NvrxSlowRank", "resolved"), ("NvrxFlapping", "resolved")], "NvrxSlowRank|NvrxFlapping"),
+    ],
+)
+def test_the_silence_link_names_this_run_and_what_fires(
+    tmp_path: Path, alerts: list[tuple[str, str]], names: str
+) -> None:
+    """Each name once, also where the group has several; never the run alone, which would silence its next alert."""
+    payload = several_alerts(*alerts)
+    key = {name: ("=", value) for name, value in payload["groupLabels"].items()}
+    assert set(key) == {"cluster", "namespace", "run"}
+    assert silence_filter(payload, tmp_path) == {**key, "alertname": ("=~", names)}
+
+
+def test_the_silence_link_escapes_what_labels_hold(tmp_path: Path) -> None:
+    """Spaces, signs of an address and of a filter reach Alertmanager as they are."""
+    payload = recorded("firing")
+    payload["groupLabels"] = {"cluster": "east 1 + 2", "namespace": "a&b=c", "run": "100%/x,y"}
+    found = silence_filter(payload, tmp_path)
+    assert {name: found[name][1] for name in payload["groupLabels"]} == payload["groupLabels"]
 
 
 def test_a_resolved_page_says_how_it_ended(tmp_path: Path) -> None:
