@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,12 @@ def command(style: str, check: bool, out: Path | None, values_path: Path | None,
     files = generate.formatted(chosen, values, manifest)
     if chosen is Format.FILES and assets.is_checkout(root):
         files = generate.outputs(values, with_docs=True)
+    others = generate.other_values(root, values) if assets.VALUES_FILE in files else []
     if check:
-        return _check(root, files)
+        return _check(root, files, others, "" if values == Values() and not others else " with the same --values")
     changed = generate.write(root, files)
+    for item in others:
+        click.echo(f"changed {item}")
     for path in changed:
         click.echo(f"wrote {root / path}")
     click.echo(f"{len(files)} generated files in {root}, {len(changed)} changed")
@@ -89,10 +92,16 @@ def manifest_options(
     return options
 
 
-def _check(root: Path, files: dict[str, str]) -> int:
+def _check(root: Path, files: dict[str, str], others: Sequence[str], how: str) -> int:
+    """Exit code after naming each file that differs; `how` it was generated belongs to the command that mends it."""
     found = generate.drift(root, files)
-    for item in found:
-        click.echo(f"{root / item.path}: {item.reason}; run `nvrx-sre generate`", err=True)
+    if others:
+        file = root / assets.VALUES_FILE
+        click.echo(f"{file}: generated with other values; `--values {file}` checks against them", err=True)
+        for item in others:
+            click.echo(f"  {item}", err=True)
+    for drift in found:
+        click.echo(f"{root / drift.path}: {drift.reason}; run `nvrx-sre generate`{how}", err=True)
     if found:
         return ExitCode.INTERNAL
     click.echo(f"{len(files)} generated files in {root} are as their generator writes them")

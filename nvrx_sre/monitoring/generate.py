@@ -9,6 +9,7 @@ Blocking: file I/O. Raises `UserError` when a directory cannot be written.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,7 +24,7 @@ from nvrx_sre.monitoring.manifests import ManifestOptions, grafana_provisioning,
 from nvrx_sre.monitoring.notices import notification_templates
 from nvrx_sre.monitoring.promql import duration
 from nvrx_sre.monitoring.runbooks import alert_reference
-from nvrx_sre.monitoring.values import Values, values_file
+from nvrx_sre.monitoring.values import Values, load_values, shown, values_file
 from nvrx_sre.monitoring.yaml_files import YAML_HEADER, yaml_text
 
 
@@ -54,14 +55,17 @@ def outputs(values: Values, *, with_docs: bool) -> dict[str, str]:
         "# The texts are in nvrx-sre.tmpl; secrets are files; the addresses and the channel are yours to set.\n"
         f"# Let the dead man's switch call after {duration(DEADMAN_TIMEOUT_S)} without a beat of NvrxWatchdog.\n"
     )
-    sources = f"{YAML_HEADER}# Defaults and where they come from. Give a copy to `nvrx-sre generate --values FILE`.\n\n"
+    sources = (
+        f"{YAML_HEADER}# What the files beside it were generated with, and where the defaults come from.\n"
+        "# Give a copy to `nvrx-sre generate --values FILE`.\n\n"
+    )
     files = {
         **dashboard_files(values),
         assets.RULES_FILE: rules_file(values),
         assets.KUBERNETES_RULES_FILE: kubernetes_rules_file(values),
         assets.ALERTMANAGER_FILE: example + yaml_text(alertmanager_config(values=values)),
         assets.TEMPLATES_FILE: notification_templates(),
-        assets.VALUES_FILE: sources + values_file(),
+        assets.VALUES_FILE: sources + values_file(values),
     }
     if with_docs:
         files[assets.ALERT_REFERENCE_FILE] = alert_reference(values)
@@ -109,6 +113,16 @@ def drift(root: Path, files: dict[str, str]) -> list[Drift]:
         if actual != wanted:
             found.append(Drift(path=path, reason=_first_difference(actual, wanted)))
     return found
+
+
+def other_values(root: Path, values: Values) -> list[str]:
+    """`name: old -> new` of each value with which the files under `root` were generated otherwise, as they say."""
+    try:
+        old = load_values(root / assets.VALUES_FILE)
+    except UserError:
+        return []  # none are there, or another version wrote them
+    pairs = ((item.name, getattr(old, item.name), getattr(values, item.name)) for item in dataclasses.fields(Values))
+    return [f"{name}: {shown(before)} -> {shown(after)}" for name, before, after in pairs if before != after]
 
 
 def _first_difference(actual: str, wanted: str) -> str:

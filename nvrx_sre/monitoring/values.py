@@ -2,7 +2,7 @@
 
 Model: time limits and budgets come from series that the run exports; what stands here only multiplies them or
 says for how long a sample is remembered. A YAML file may override single values (`load_values`); unknown keys
-are errors. `values_file()` renders the defaults with their sources as that file.
+are errors. `values_file` renders those in force with the sources of the defaults as that file.
 
 Thread safety: immutable.
 """
@@ -306,13 +306,19 @@ def _convert(what: str, default: Any, value: Any) -> Any:
     return value
 
 
-def values_file() -> str:
-    """The defaults as a commented YAML file."""
+def values_file(values: Values) -> str:
+    """`values` as a YAML file that `load_values` reads, each with the source of its default."""
     blocks = []
     for item in dataclasses.fields(Values):
-        default = list(item.default) if isinstance(item.default, tuple) else item.default
+        value = getattr(values, item.name)
         source = textwrap.fill(
             item.metadata["source"], width=COMMENT_WIDTH, initial_indent="# ", subsequent_indent="# "
         )
-        blocks.append(f"{source}\n{item.name}: {json.dumps(default)}\n")
+        changed = "" if value == item.default else f"# Changed: the default is {shown(item.default)}.\n"
+        blocks.append(f"{source}\n{changed}{item.name}: {shown(value)}\n")
     return "\n".join(blocks)
+
+
+def shown(value: Any) -> str:
+    """One value as the file holds it."""
+    return json.dumps(value)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
+from nvrx_sre.cli.main import main
 from nvrx_sre.monitoring import assets, generate, lint, runbooks
 from nvrx_sre.monitoring.alerts import all_alert_rules, recording_rules, rules_document
 from nvrx_sre.monitoring.dashboards import dashboard_files
@@ -104,6 +107,48 @@ def test_recorded_series_exist_for_every_rule_that_reads_them() -> None:
 def test_values_file_gives_the_defaults() -> None:
     """The committed values file loads to the defaults that the rules were generated with."""
     assert load_values(assets.asset(assets.VALUES_FILE)) == VALUES
+
+
+def test_the_values_in_force_are_written_beside_what_they_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file loads to them, says what was changed and keeps its comments; with it the directory is as generated."""
+    given, out = tmp_path / "values.yaml", tmp_path / "mon"
+    given.write_text("runbook_base_url: https://wiki.example/r\nstandby_missing_for_s: 700\n")
+    assert main(["generate", "--values", str(given), "--group-labels", "team,run", "--out", str(out)]) == 0
+    written = out / assets.VALUES_FILE
+    assert load_values(written) == dataclasses.replace(load_values(given), group_labels=("team", "run"))
+    text, plain = written.read_text(), assets.asset(assets.VALUES_FILE).read_text()
+    assert "build its model.\n# Changed: the default is 600.0.\nstandby_missing_for_s: 700.0\n" in text
+    assert (text.count("Changed: the default is"), plain.count("Changed:")) == (3, 0)
+    assert text.count("\n# ") == plain.count("\n# ") + 3
+    capsys.readouterr()
+    assert main(["generate", "--check", "--values", str(written), "--out", str(out)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_other_values_are_named_before_they_are_undone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A check without them says so and which values it needs, no drift is mended by bare `generate`; a write tells."""
+    given, out = tmp_path / "values.yaml", tmp_path / "mon"
+    given.write_text("standby_missing_for_s: 700\n")
+    assert main(["generate", "--values", str(given), "--out", str(out)]) == 0
+    values = out / assets.VALUES_FILE
+    capsys.readouterr()
+    assert main(["generate", "--check", "--out", str(out)]) == 70
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"{values}: generated with other values; `--values {values}` checks against them"
+    assert lines[1] == "  standby_missing_for_s: 700.0 -> 600.0"
+    assert len(lines) >= 4, "the rules and the values differ"
+    assert all(line.endswith("; run `nvrx-sre generate` with the same --values") for line in lines[2:])
+    (out / assets.TEMPLATES_FILE).unlink()
+    assert main(["generate", "--check", "--values", str(given), "--out", str(out)]) == 70
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"{out / assets.TEMPLATES_FILE}: missing; run `nvrx-sre generate` with the same --values"
+    assert main(["generate", "--out", str(out)]) == 0
+    assert "changed standby_missing_for_s: 700.0 -> 600.0\n" in capsys.readouterr().out
+    values.write_text("of_another_version: 1\n")
+    assert main(["generate", "--out", str(out)]) == 0
+    assert "changed " not in capsys.readouterr().out.replace(", 1 changed", "")
 
 
 def test_every_family_that_an_alert_reads_is_on_a_dashboard() -> None:
