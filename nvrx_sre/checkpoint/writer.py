@@ -18,7 +18,6 @@ import importlib
 import os
 import select
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ from nvrx_sre.checkpoint.slots import SlotFile
 from nvrx_sre.checkpoint.stages import unwatched
 from nvrx_sre.core.clock import SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import StorageError, UserError
-from nvrx_sre.core.output import survive_a_full_disk
+from nvrx_sre.core.output import print_masked, survive_a_full_disk
 from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.channel import Channel
@@ -247,8 +246,7 @@ class Writer:
 
 def log(text: str) -> None:
     """One line to stderr, which the launcher keeps in the run's logs."""
-    sys.stderr.write(f"writer: {text}\n")
-    sys.stderr.flush()
+    print_masked(f"writer: {text}")
 
 
 def parse_arguments(arguments: Sequence[str]) -> WriterConfig:

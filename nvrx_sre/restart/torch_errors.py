@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from nvrx_sre.core.errors import CheckpointError, StorageError, UserError
+from nvrx_sre.core.output import masked
 from nvrx_sre.events.schema import FaultClass
 from nvrx_sre.restart.device_errors import DeviceError, device_error
 
 MAX_MESSAGE_CHARS = 500
 MAX_STACK_CHARS = 12_000
+CUT_FROM = 4
+"""Limits' worth of a longer text that is looked at: an error may hold megabytes."""
 
 _COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
 # Wording of torch 2.11 to 2.13: gloo's transport (tcp/pair.cc, unbound_buffer.cc) and NCCL's watchdog.
@@ -69,8 +72,8 @@ def describe(error: BaseException) -> Description:
         communication=communication,
         exception_type=name if module in ("builtins", "nvrx_sre.core.errors") else f"{module}.{name}",
         frame=user_frame(error.__traceback__),
-        message=_message(text)[:MAX_MESSAGE_CHARS],
-        stack="".join(traceback.format_exception(error))[-MAX_STACK_CHARS:],
+        message=_head(_message(text)),
+        stack=_tail("".join(traceback.format_exception(error))),
     )
 
 
@@ -111,6 +114,17 @@ def _message(text: str) -> str:
     _, mark, last = rest.partition(_LAST_ERROR)
     cause = last.strip().split("\n", 1)[0] if mark else ""
     return f"{first}: {cause}" if cause else first
+
+
+def _head(message: str) -> str:
+    """What is not too long of it. Masked before it is cut: half a secret is none by its form."""
+    is_long = len(message) > MAX_MESSAGE_CHARS
+    return masked(message[: CUT_FROM * MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS] if is_long else message
+
+
+def _tail(stack: str) -> str:
+    is_long = len(stack) > MAX_STACK_CHARS
+    return masked(stack[-CUT_FROM * MAX_STACK_CHARS :])[-MAX_STACK_CHARS:] if is_long else stack
 
 
 def _is_storage(error: BaseException) -> bool:

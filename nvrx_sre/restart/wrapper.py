@@ -14,12 +14,12 @@ Runs in the main thread only; a training function elsewhere could not be interru
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nvrx_sre.core.errors import Interrupted
+from nvrx_sre.core.output import print_masked
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import FaultClass, Phase
 from nvrx_sre.restart import abort, compiled, flight_recorder, health, torch_errors
@@ -31,11 +31,11 @@ from nvrx_sre.restart.unwaited import wait_for_the_unwaited
 
 def write_to_log(fault: torch_errors.Description) -> None:
     """The traceback, where people look for one: in the rank's log. That of a lost peer is not this rank's doing."""
-    lost = f"{fault.exception_type} in communication with other ranks: {fault.message}\n"
+    lost = f"{fault.exception_type} in communication with other ranks: {fault.message}"
     text = lost if fault.communication else fault.stack
     # The disk may be full, or the script have closed its stderr: neither may cost the recovery.
     with contextlib.suppress(OSError, ValueError):
-        print(text, end="", file=sys.stderr, flush=True)
+        print_masked(text.rstrip("\n"))
 
 
 @dataclass(kw_only=True)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import traceback
 
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import ExitCode, NvrxError
-from nvrx_sre.core.output import survive_a_full_disk
+from nvrx_sre.core.output import mask_errors_of_threads, print_error, print_masked, survive_a_full_disk
 from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.channel import Channel
@@ -54,6 +53,7 @@ def run_user_code(arguments: list[str]) -> None:
 def main(arguments: list[str], settings: ChildSettings, channel: Channel, stacks: OwnStacks) -> int:
     """Run `script.py args` or `-m module args`; exit code of the child."""
     survive_a_full_disk()
+    mask_errors_of_threads()
     stacks.listen()
     connect(settings, channel, stacks)
     watch_rank_variables()
@@ -62,16 +62,16 @@ def main(arguments: list[str], settings: ChildSettings, channel: Channel, stacks
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
-        print(error.code, file=sys.stderr)  # as the interpreter does at its end, which is never reached here
+        print_masked(str(error.code))  # as the interpreter does at its end, which is never reached here
         return 1
     except NvrxError as error:
-        print(f"nvrx-sre: {error}", file=sys.stderr)
+        print_masked(f"nvrx-sre: {error}")
         return error.exit_code
-    except (SyntaxError, ImportError):  # before the first step a user's error, which no restart can cure
-        traceback.print_exc()
+    except (SyntaxError, ImportError) as error:  # before the first step a user's error, which no restart can cure
+        print_error(error)
         return ExitCode.USAGE
     except ValueError as error:
-        traceback.print_exc()
+        print_error(error)
         if TORCHRUN_RENDEZVOUS not in str(error):
             return 1
         print(
@@ -80,7 +80,7 @@ def main(arguments: list[str], settings: ChildSettings, channel: Channel, stacks
             file=sys.stderr,
         )
         return ExitCode.USAGE
-    except BaseException:  # the boundary of the user's code outside the decorated function
-        traceback.print_exc()
+    except BaseException as error:  # the boundary of the user's code outside the decorated function
+        print_error(error)
         return 1
     return 0

@@ -22,11 +22,11 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from typing import NoReturn
 
 from nvrx_sre.core import processes
 from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.core.output import print_error
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.channel import Channel
 from nvrx_sre.events.schema import Role
@@ -108,8 +108,8 @@ def _go_between(message: wire.Fork, descriptors: list[int], server: socket.socke
     code = 1
     try:
         code = _child(message, descriptors, server) if not os.fork() else 0
-    except BaseException:  # the boundary of a forked process: nothing may get back into the server's loop
-        traceback.print_exc()
+    except BaseException as error:  # the boundary of a forked process: nothing may get back into the server's loop
+        print_error(error)
     finally:
         _leave(code)
 

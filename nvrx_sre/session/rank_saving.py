@@ -15,7 +15,6 @@ Thread safety: main thread. Must not: leave a file or descriptor behind.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from nvrx_sre.checkpoint.stand_ins import StandIns
 from nvrx_sre.checkpoint.storage import WriteOptions
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import StorageError, UserError
+from nvrx_sre.core.output import print_masked
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase, SaveFailure
 from nvrx_sre.session.process import RankProcess
@@ -166,7 +166,7 @@ class RankSaver:
         return memory
 
     def _failed(self, step: int, started_ns: int, reason: SaveFailure, error: Exception) -> None:
-        print(f"nvrx-sre: save of step {step} failed ({reason}): {error}", file=sys.stderr)
+        print_masked(f"nvrx-sre: save of step {step} failed ({reason}): {error}")
         self._tell("failed", step, started_ns, reason=reason.value, message=str(error)[:500])
 
     def _tell(self, stage: str, step: int, since_ns: int, **about: Any) -> None:

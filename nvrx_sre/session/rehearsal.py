@@ -18,7 +18,6 @@ Must not: touch the user's objects, generators or devices; fail a standby.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nvrx_sre.checkpoint import encoding
 from nvrx_sre.checkpoint.capture import open_blob
 from nvrx_sre.checkpoint.layout import ItemKind, ItemRole, Layout, LayoutItem
+from nvrx_sre.core.output import print_masked
 from nvrx_sre.events import messages as wire
 from nvrx_sre.restart.abort import ProcessGroups
 from nvrx_sre.session.process import RankProcess
@@ -122,7 +122,7 @@ def rehearse(groups: ProcessGroups, part: Part, rank: int, world_size: int) -> N
         _plan(part, rank, world_size)
         succeeded = True
     except Exception as error:  # boundary: torch may refuse in any way what was not tried with its version
-        print(f"nvrx-sre: no rehearsal: {type(error).__name__}: {error}", file=sys.stderr)
+        print_masked(f"nvrx-sre: no rehearsal: {type(error).__name__}: {error}")
         succeeded = False
     groups.clear()
     gc.collect()

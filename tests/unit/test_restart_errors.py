@@ -204,3 +204,12 @@ def test_text_is_bounded_and_names_the_users_frame() -> None:
     assert len(described.stack) <= MAX_STACK_CHARS
     assert described.frame.startswith("test_restart_errors.py:")
     assert described.frame.endswith("test_text_is_bounded_and_names_the_users_frame")
+
+
+def test_no_half_of_a_secret_is_left_where_a_text_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """User info at the end of what a message may have, and a variable's value where a stack begins: both are masked."""
+    monkeypatch.setenv("HF_TOKEN", "hf-0123456789")
+    message = f"{'x' * (MAX_MESSAGE_CHARS - 25)} postgres://me:pa55word@db"
+    assert describe(ValueError(message)).message.endswith("x postgres://***@db")
+    stack = describe(ValueError("hf-0123456789" * (2 * MAX_STACK_CHARS // 13) + "y" * (MAX_STACK_CHARS - 9))).stack
+    assert set(stack.strip()) == {"*", "y"}

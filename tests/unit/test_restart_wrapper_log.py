@@ -47,3 +47,16 @@ def test_a_log_that_cannot_be_written_costs_nothing(why: Exception, monkeypatch:
     monkeypatch.setattr(sys, "stderr", Refusing())
     write_to_log(_caught(KeyError("weights")))
     assert len(refused) == 1
+
+
+@pytest.mark.parametrize("said", ["{}", "[gloo/transport/tcp/pair.cc:547] {}"], ids=["own", "of a lost peer"])
+def test_no_secret_is_in_what_a_rank_says_of_its_end(
+    said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank's log, the terminal and an archive of evidence hold it."""
+    monkeypatch.setenv("S3_SECRET", "from-the-environment-1")
+    text = said.format("from-the-environment-1 refused for mysql://me:from-a-dsn-2@db")
+    write_to_log(_caught(RuntimeError(text)))
+    printed = capsys.readouterr().err
+    assert printed.endswith(said.format("*** refused for mysql://***@db") + "\n")
+    assert "from-" not in printed
