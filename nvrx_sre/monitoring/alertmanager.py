@@ -28,7 +28,6 @@ TEMPLATES_GLOB = "/etc/alertmanager/nvrx-sre.tmpl"
 """Where the example expects alerts/nvrx-sre.tmpl."""
 SECRETS = "/etc/alertmanager/secrets"
 """Where the example expects its secret files."""
-DEADMAN_URL = "https://deadman.example/nvrx-sre"
 GROUP_WAIT_S = 10.0
 """Long enough for two alerts of one evaluation to meet, short beside a person's way to the desk."""
 GROUP_INTERVAL_S = 300.0
@@ -62,8 +61,9 @@ def alertmanager_config(
     With `webhook_url` every receiver posts to it plus its own name, which needs neither templates nor secrets;
     without it, the example for a site.
     """
-    keys = list((values or Values()).group_labels)
-    receivers = _example_receivers() if webhook_url is None else _webhook_receivers(webhook_url)
+    values = values or Values()
+    keys = list(values.group_labels)
+    receivers = _example_receivers(values) if webhook_url is None else _webhook_receivers(webhook_url)
     head = {"templates": [TEMPLATES_GLOB]} if webhook_url is None else {}
     return {
         **head,
@@ -100,7 +100,7 @@ def _webhook_receivers(url: str) -> list[dict[str, Any]]:
     return [{"name": name, "webhook_configs": [{"url": f"{url}{name}", "send_resolved": True}]} for name in RECEIVERS]
 
 
-def _example_receivers() -> list[dict[str, Any]]:
+def _example_receivers(values: Values) -> list[dict[str, Any]]:
     pagerduty = {
         "routing_key_file": f"{SECRETS}/pagerduty-routing-key",
         "send_resolved": True,
@@ -121,14 +121,14 @@ def _example_receivers() -> list[dict[str, Any]]:
     }
     slack = {
         "api_url_file": f"{SECRETS}/slack-webhook-url",
-        "channel": "#training",
+        "channel": values.slack_channel,
         "send_resolved": True,
         "color": template("nvrx.slack.color"),
         "title": template("nvrx.title"),
         "title_link": template("nvrx.dashboard"),
         "text": template("nvrx.slack.text"),
     }
-    deadman = {"url": DEADMAN_URL, "send_resolved": False}
+    deadman = {"url": values.deadman_url, "send_resolved": False}
     return [
         {"name": PAGE, "pagerduty_configs": [pagerduty]},
         {"name": TICKET, "slack_configs": [slack]},

@@ -52,7 +52,7 @@ def outputs(values: Values, *, with_docs: bool) -> dict[str, str]:
     """Relative path -> text of everything that is generated; the reference page only for a source tree."""
     example = (
         f"{YAML_HEADER}# An example to merge into a site's own: routes by severity, one group and one page a run.\n"
-        "# The texts are in nvrx-sre.tmpl; secrets are files; the addresses and the channel are yours to set.\n"
+        "# The texts are in nvrx-sre.tmpl; secrets are files; the dead man's address and the channel are values.\n"
         f"# Let the dead man's switch call after {duration(DEADMAN_TIMEOUT_S)} without a beat of NvrxWatchdog.\n"
     )
     sources = (

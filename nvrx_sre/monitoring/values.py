@@ -229,6 +229,14 @@ class Values:
         "https://grafana.example",
         "The site's Grafana.",
     )
+    deadman_url: str = _value(
+        "https://deadman.example/nvrx-sre",
+        "Dead man's switch that a beat of NvrxWatchdog is posted to, Alertmanager's JSON.",
+    )
+    slack_channel: str = _value(
+        "#training",
+        "Where tickets are told.",
+    )
 
     def __post_init__(self) -> None:
         _check_labels(self.group_labels)
@@ -237,9 +245,11 @@ class Values:
             if isinstance(value, float):
                 _check_number(item.name, value)
         self._check_relations()
-        for name in ("runbook_base_url", "dashboard_base_url"):
+        for name in ("runbook_base_url", "dashboard_base_url", "deadman_url"):
             if not getattr(self, name).startswith(("http://", "https://")):
                 raise UserError(f"{name} is {getattr(self, name)!r}: use an http or https address")
+        if not self.slack_channel.strip():
+            raise UserError("slack_channel is empty: name the channel of the tickets")
 
     def _check_relations(self) -> None:
         for longer, shorter in _LONGER_THAN:

@@ -38,6 +38,8 @@ from nvrx_sre.monitoring.values import Values, load_values
         ("group_labels: [run, 'a b']\n", "not a label name"),
         ("runbook_base_url: ftp://x\n", "http or https"),
         ("runbook_base_url: 1\n", "must be text"),
+        ("deadman_url: deadman.example\n", "http or https"),
+        ("slack_channel: ' '\n", "slack_channel is empty"),
         ("- 1\n", "must be a mapping"),
         ("a: [\n", "cannot be parsed"),
     ],
@@ -107,12 +109,16 @@ def test_burn_factors_are_computed() -> None:
 
 
 def test_every_value_reaches_a_rule() -> None:
-    """A value that no rule reads would be an option that is ignored."""
-    plain = json.dumps(rules_document(Values())) + json.dumps(kubernetes_document(Values()))
+    """A value that neither rules nor notifications read would be an option that is ignored."""
+    plain = _generated(Values())
     for item in dataclasses.fields(Values):
         changes = CHANGES.get(item.name, {item.name: _other(item.default)})
         values = Values(**changes)
-        assert json.dumps(rules_document(values)) + json.dumps(kubernetes_document(values)) != plain, item.name
+        assert _generated(values) != plain, item.name
+
+
+def _generated(values: Values) -> str:
+    return json.dumps([rules_document(values), kubernetes_document(values), alertmanager_config(values=values)])
 
 
 CHANGES = {
