@@ -27,6 +27,7 @@ from nvrx_sre.faults.plan import load_plan
 from nvrx_sre.launcher.config import ON_BUSY, NodesConfig, RunConfig
 from nvrx_sre.telemetry.endpoint import EndpointSecurity
 from nvrx_sre.telemetry.labels import RankMetrics
+from nvrx_sre.telemetry.otlp import traces_url
 
 LIMITS_KEY = "nvrx_sre.limits"
 DEFAULT_RUNS = Path("runs")
@@ -202,7 +203,11 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         metavar="S",
         help="Longest stay of a scraped /metrics after the end, in seconds; 0 for none.  [default: 65]",
     ),
-    click.option("--otlp-endpoint", metavar="URL", help="OTLP/HTTP traces endpoint, best effort."),
+    click.option(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="Send spans by OTLP/HTTP, best effort; without a path, to URL/v1/traces.",
+    ),
     click.option("--summary", type=click.Path(path_type=Path), metavar="FILE", help="Write the run's summary as JSON."),
     click.option("--start-fresh", is_flag=True, help="Begin at step 0 although checkpoints exist; they are kept."),
     click.option(
@@ -305,7 +310,7 @@ def _build(values: dict[str, Any]) -> RunOptions:
         limits=config_file.build_limits(fields_of, values["step_deadline"]),
         metrics_host=values["metrics_host"],
         metrics_port=values["metrics_port"],
-        otlp_endpoint=values["otlp_endpoint"],
+        otlp_endpoint=None if values["otlp_endpoint"] is None else traces_url(values["otlp_endpoint"]),
         linger=linger_s is None or linger_s > 0,
         summary=values["summary"],
         start_fresh=values["start_fresh"],

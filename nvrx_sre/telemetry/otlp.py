@@ -14,16 +14,21 @@ import platform
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from nvrx_sre import __version__
+from nvrx_sre.core.errors import UserError
 from nvrx_sre.telemetry.spans import FinishedSpan
 
 if TYPE_CHECKING:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import ReadableSpan
+    from requests import Response
 
 SERVICE_NAME = "nvrx-sre"
+TRACES_PATH = "/v1/traces"
+"""Where a collector takes traces, by OTLP's convention."""
 
 
 Resource = dict[str, str | int]
@@ -45,12 +50,30 @@ def resource_of(run: str, epoch: int) -> Resource:
     }
 
 
+def traces_url(endpoint: str) -> str:
+    """The URL that spans are sent to: a base URL gets `TRACES_PATH`, one with a path is taken as it is.
+
+    Raises `UserError` for what is no URL of HTTP.
+    """
+    try:
+        parts = urlsplit(endpoint)
+        is_http = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, brackets that do not match
+        is_http = False
+    if not is_http:
+        raise UserError(f"--otlp-endpoint {endpoint}: give a URL, e.g. http://collector:4318")
+    return endpoint if parts.path.strip("/") else parts._replace(path=TRACES_PATH).geturl()
+
+
+NO_ANSWER = "no answer"
+
+
 class ExportError(Exception):
     """The collector did not take a batch."""
 
 
 class OtlpSink:
-    """Sends batches of finished spans to `endpoint` (a full traces URL).
+    """Sends batches of finished spans to `endpoint` (as `traces_url` has it).
 
     `timeout_s` bounds one export, retries included. `run`, `epoch`: of the emitting launcher.
     """
@@ -60,22 +83,32 @@ class OtlpSink:
         self._timeout_s = timeout_s
         self._resource = resource_of(run, epoch)
         self._exporter: OTLPSpanExporter | None = None
+        self._answer = NO_ANSWER
+        """What the collector said last to the batch under way."""
 
     def write(self, spans: Sequence[FinishedSpan]) -> None:
         """Send `spans`. Blocks up to the timeout; raises `ExportError` if the collector did not take them."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         exporter = self._exporter or self._create()
+        self._answer = NO_ANSWER
         if exporter.export(_readable(spans, self._resource)) is not SpanExportResult.SUCCESS:
-            raise ExportError(f"collector at {self._endpoint} did not take {len(spans)} spans")
+            raise ExportError(f"collector at {self._endpoint} did not take {len(spans)} spans: {self._answer}")
 
     def _create(self) -> OTLPSpanExporter:
+        import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         for name in ("opentelemetry.exporter", "opentelemetry.sdk", "urllib3"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._exporter = OTLPSpanExporter(endpoint=self._endpoint, timeout=self._timeout_s)
+        session = requests.Session()
+        session.hooks["response"].append(self._note_answer)
+        self._exporter = OTLPSpanExporter(endpoint=self._endpoint, timeout=self._timeout_s, session=session)
         return self._exporter
+
+    def _note_answer(self, response: Response, *_: Any, **__: Any) -> None:
+        """The exporter tells no caller what was answered, only whether it was a yes."""
+        self._answer = f"HTTP {response.status_code} {response.reason}".rstrip()
 
 
 def _readable(spans: Sequence[FinishedSpan], resource: Resource) -> list[ReadableSpan]:

@@ -9,9 +9,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+PATH = "/v1/traces"
+
 
 class Receiver:
-    """Keeps every span with the resource that sent it."""
+    """Keeps every span with the resource that sent it; knows one path, like a collector."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -23,6 +25,9 @@ class Receiver:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.path != PATH:
+                    self.send_error(404)
+                    return
                 with lock:
                     receiver.take(ExportTraceServiceRequest.FromString(body))
                 self.send_response(200)
@@ -32,7 +37,8 @@ class Receiver:
                 """Quiet."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/traces"
+        self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"{self.base_url}{PATH}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 

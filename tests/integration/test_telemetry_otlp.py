@@ -168,13 +168,14 @@ def test_c59_spans_of_ranks_and_of_their_children_belong_to_their_generation(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     """A rank that traces, forks a child that traces, and is called again: each span once, from the process that it
-    names, under the generation's span that the launcher sends; all in the run's trace.
+    names, under the generation's span that the launcher sends; all in the run's trace. The launcher was told the
+    collector's address alone.
     """
     script = tmp_path / "script.py"
     script.write_text(TRACED_SCRIPT)
     run_dir = tmp_path / "run"
     options = ["--run-dir", str(run_dir), "--name", RUN, "--nproc-per-node", "1", "--standbys", "0", *PATIENT]
-    fault = ["--fault", "exception@0:3", "--otlp-endpoint", receiver.url, "--metrics-linger", "0"]
+    fault = ["--fault", "exception@0:3", "--otlp-endpoint", receiver.base_url, "--metrics-linger", "0"]
     foreign = f"00-{'a' * 32}-{'b' * 16}-01"
     popen = start(["launch", *options, *fault, str(script)], USER_OTLP=receiver.url, TRACEPARENT=foreign)
     ended = finish(popen, run_dir)
@@ -188,6 +189,16 @@ def test_c59_spans_of_ranks_and_of_their_children_belong_to_their_generation(
     work, loaders = ([item["process.pid"] for _, item in receiver.named(name)] for name in ("user.work", "user.loader"))
     assert len(set(work)) == 1, "the rank's process was kept"
     assert len({*work, *loaders}) == 3, "and each child is one of its own"
+
+
+def test_a_collector_that_refuses_is_quoted(tmp_path: Path, receiver: Receiver) -> None:
+    """The line of the log names what it answered: a wrong path is nothing that a person would guess."""
+    telemetry = export(tmp_path, f"{receiver.base_url}/elsewhere", PATIENCE_S)
+    assert not receiver.spans
+    assert telemetry.num_dropped()[Component.OTLP] == telemetry.spans.num_finished
+    log = (tmp_path / "logs" / "launcher.log").read_text()
+    assert f"collector at {receiver.base_url}/elsewhere did not take" in log
+    assert "spans: HTTP 404 Not Found (" in log
 
 
 def test_c61_a_dead_collector_is_counted_and_the_file_is_whole(tmp_path: Path) -> None:

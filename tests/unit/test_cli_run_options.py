@@ -101,6 +101,30 @@ def test_faults_of_arguments_and_plan_add_up(tmp_path: Path) -> None:
     assert options.fault_specs == ("exception@1:4", "sigkill@0:9")
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "url"),
+    [
+        ("http://collector:4318", "http://collector:4318/v1/traces"),
+        ("https://me:pw@[::1]:4318/", "https://me:pw@[::1]:4318/v1/traces"),
+        ("http://collector?tenant=a", "http://collector/v1/traces?tenant=a"),
+        ("http://collector:4318/otlp/v1/traces", "http://collector:4318/otlp/v1/traces"),
+        ("http://gateway/in/", "http://gateway/in/"),
+    ],
+)
+def test_a_collector_is_given_by_its_address_or_by_a_path(endpoint: str, url: str) -> None:
+    """By OTLP's convention: nobody takes traces at the root."""
+    assert _parse("--otlp-endpoint", endpoint).otlp_endpoint == url
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["collector:4318", "grpc://collector:4317", "http://", "http://c:port", "http://[::"]
+)
+def test_what_is_no_url_of_a_collector_is_refused(endpoint: str) -> None:
+    """At once, since a run would go on without its traces."""
+    with pytest.raises(UserError, match=r"^--otlp-endpoint .*: give a URL, e\.g\. http://collector:4318$"):
+        _parse("--otlp-endpoint", endpoint)
+
+
 def test_no_linger_means_none() -> None:
     """Zero seconds switch it off, a number sets the limit."""
     assert not _parse("--metrics-linger", "0").linger
