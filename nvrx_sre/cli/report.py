@@ -22,9 +22,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from nvrx_sre.cli.narrate import WARN, Line, narrate
+from nvrx_sre.cli.narrate import BAD, WARN, Line, counted, narrate
 from nvrx_sre.core.clock import seconds
-from nvrx_sre.events.schema import HotIntervalChosen, Record, StepsCommitted
+from nvrx_sre.events.schema import HotIntervalChosen, Record, ReplayDiverged, StepKind, StepsCommitted
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.goodput.ratios import GoodputKind
 
@@ -105,6 +105,41 @@ class ProgressTally:
         return "  ".join(parts)
 
 
+class DivergedSteps:
+    """Steps of one generation that gave another loss when they were redone: first one told at once, the rest in a line.
+
+    A script without a seed has one in every step it redoes. A pure fold over records.
+    """
+
+    def __init__(self) -> None:
+        self._generation: int | None = None
+        self._num_untold = 0
+        self._last_step = 0
+
+    def is_told(self, record: Record) -> bool:
+        """Whether `record` is one more of its generation, which `summary` will tell of."""
+        if not isinstance(record.event, ReplayDiverged):
+            return False
+        is_first = self._generation != record.generation
+        self._generation, self._last_step = record.generation, record.event.step
+        self._num_untold += not is_first
+        return not is_first
+
+    def ends_with(self, record: Record) -> bool:
+        """Whether nothing more of them is redone: a new step was committed, or another generation has begun."""
+        event = record.event
+        is_new = isinstance(event, StepsCommitted) and event.kind is StepKind.NEW
+        return is_new or record.generation != self._generation
+
+    def summary(self) -> Line | None:
+        """A line about those that were not told so far, None if there are none."""
+        num_untold, self._num_untold = self._num_untold, 0
+        if not num_untold:
+            return None
+        more, was = counted(num_untold, "more step"), "it was" if num_untold == 1 else "they were"
+        return Line(f"{more} up to step {self._last_step} gave a different loss when {was} redone", BAD)
+
+
 class TerminalReporter:
     """Shows a run. Use as a context manager, or call `close`.
 
@@ -116,6 +151,7 @@ class TerminalReporter:
         self._num_steps = num_steps
         self._console = console or make_console()
         self._tally = ProgressTally()
+        self._diverged = DivergedSteps()
         self._last_progress_ns: int | None = None
         self._last_text = ""
         self._queue: queue.Queue[Record | Line | None] = queue.Queue(QUEUE_RECORDS)
@@ -178,9 +214,10 @@ class TerminalReporter:
 
     def _render(self, record: Record) -> None:
         self._tally.add(record)
-        line = narrate(record)
-        if line is not None and not _is_said_by_rank_0(record):
-            self._print(line)
+        if self._diverged.ends_with(record):
+            self._print(self._diverged.summary())
+        if not _is_said_by_rank_0(record) and not self._diverged.is_told(record):
+            self._print(narrate(record))
         if isinstance(record.event, StepsCommitted):
             self._show_progress(record)
 
@@ -196,7 +233,9 @@ class TerminalReporter:
             self._last_text = text
             self._print(Line(text, ""))
 
-    def _print(self, line: Line) -> None:
+    def _print(self, line: Line | None) -> None:
+        if line is None:
+            return
         self._console.print(Text(line.text, style=line.style))
         if self._progress is None:
             sys.stdout.flush()
@@ -204,6 +243,7 @@ class TerminalReporter:
     def _finish(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+        self._print(self._diverged.summary())
         text = self._tally.text(self._num_steps)
         if self._tally.step and text != self._last_text:
             self._print(Line(text, ""))

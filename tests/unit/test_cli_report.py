@@ -114,6 +114,39 @@ def test_progress_says_step_loss_rate_and_goodput() -> None:
     assert tally.text(300).startswith("step 12/300  loss 2.125  1,000 tokens/s  goodput ")
 
 
+def _diverged(step: int, generation: int) -> Record:
+    event = schema.ReplayDiverged(step=step, expected="a", actual="b")
+    return dataclasses.replace(_record(event, at_s=step, seq=step), generation=generation)
+
+
+def test_steps_that_differ_when_redone_are_two_lines_a_restart() -> None:
+    """A script without a seed has one in every step: the first is told at once, the others with their number."""
+    console, output = _console()
+    with report.TerminalReporter(None, console) as reporter:
+        for record in (
+            *(_diverged(step, 2) for step in range(13, 53)),
+            dataclasses.replace(_steps(52, at_s=60.0, kind=StepKind.REDONE), generation=2),
+            dataclasses.replace(_steps(53, at_s=61.0), generation=2),
+            dataclasses.replace(_steps(54, at_s=62.0), generation=2),
+            *(_diverged(step, 3) for step in (53, 54)),
+            _diverged(53, 4),
+            *(_diverged(step, 5) for step in range(60, 70)),
+        ):
+            reporter(record)
+    told = [line for line in output.getvalue().splitlines() if "a different loss" in line]
+    assert told == [
+        "step 13 gave a different loss when it was redone",
+        "39 more steps up to step 52 gave a different loss when they were redone",
+        "step 53 gave a different loss when it was redone",
+        "1 more step up to step 54 gave a different loss when it was redone",
+        "step 53 gave a different loss when it was redone",
+        "step 60 gave a different loss when it was redone",
+        "9 more steps up to step 69 gave a different loss when they were redone",
+    ]
+    lines = output.getvalue().splitlines()
+    assert lines.index(told[1]) < lines.index(told[2])
+
+
 def test_lines_elsewhere_than_a_terminal_are_few() -> None:
     """A hundred aggregates in ten seconds give three progress lines: first, one later, last."""
     console, output = _console()
