@@ -16,6 +16,7 @@ help: ## this list
 
 setup: ## create or refresh .venv/
 	@scripts/setup.sh
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo 'ready: source .venv/bin/activate')
 
 demo: setup ## train with faults, about a minute
 	@$(BIN)/nvrx-sre demo --run-dir $(RUN_DIR)

@@ -74,6 +74,8 @@ def run(config: RunConfig, sinks: Sequence[Sink] = (), say: Callable[[str], None
     `say` takes a line for whoever watches, of what is no record; it is called from the loop and must not block.
     Raises `UserError` or `RunDirectoryBusy` for what is wrong before anything was started.
     """
+    # A start that these files refuse leaves no directory, and takes no epoch.
+    config.metrics_security.context(config.metrics_host)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     directory = RunDirectory(config.run_dir)
     directory.prepare(config.run, config.config_items)

@@ -95,6 +95,18 @@ def test_empty_data(nvrx_sre_command: CommandLine, tmp_path: Path, kind: str) ->
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("mode", "says"), [(0o644, "chmod 600"), (0o600, "user:password")])
+def test_a_file_of_passwords_that_cannot_be_used(
+    in_this_process: CommandLine, tmp_path: Path, mode: int, says: str
+) -> None:
+    """The refused start takes no epoch: the next one, with the file put right, is the run's first."""
+    users = tmp_path / "users"
+    users.write_text("only-a-name\n")
+    users.chmod(mode)
+    _expect_refusal(in_this_process, (*SHORT, "--run-dir", "r", "--metrics-users", str(users)), says=says)
+    assert not (tmp_path / "r").exists()
+
+
 def test_an_explicit_metrics_port_that_is_busy(nvrx_sre_command: CommandLine, tmp_path: Path) -> None:
     """At the run's first start a busy port is an error: somebody expects the metrics there."""
     with socket.socket() as holder:
