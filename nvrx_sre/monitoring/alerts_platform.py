@@ -23,7 +23,7 @@ from nvrx_sre.monitoring.recordings import (
     UNFIT_DEVICES,
     Readings,
 )
-from nvrx_sre.monitoring.rule import AHEAD, FOR_LONG, UNKNOWN_LABEL, AlertRule, lookup
+from nvrx_sre.monitoring.rule import AHEAD, FOR_LONG, UNKNOWN_LABEL, AlertRule, lookup, owner
 from nvrx_sre.telemetry import catalog
 
 
@@ -47,6 +47,10 @@ def _target_missing(read: Readings) -> AlertRule:
     limit = number(read.values.target_missing_s)
     expected, settled = _known_states(read)
     is_over = f" >= {read.on} {expected}"
+    where = (
+        f'{{{{ with {owner(read.values)} }}}}{{{{ with . | first | label "node" }}}}'
+        "Its launcher was on {{ . }}. {{ end }}{{ end }}"
+    )
     ended = lookup(MAX_SETTLED, read.values, memory_s=read.values.missing_memory_s, condition=is_over)
     return AlertRule(
         name="NvrxTargetMissing",
@@ -59,8 +63,8 @@ def _target_missing(read: Readings) -> AlertRule:
         cured=f"{read.silence} <= {limit}\nor {read.on}\n{expected} <= {read.on} {settled}",
         resolved=f"{{{{ if {ended} }}}}its end is known{{{{ else }}}}it answers again{{{{ end }}}}",
         description=(
-            "The launcher's metrics cannot be scraped, and it did not say that it ended. Whether it trains is not "
-            "known. `nvrx-sre runbook NvrxTargetMissing` says how to find out."
+            f"{where}The launcher's metrics cannot be scraped, and it did not say that it ended. Whether it trains is "
+            "not known. `nvrx-sre runbook NvrxTargetMissing` says how to find out."
         ),
     )
 

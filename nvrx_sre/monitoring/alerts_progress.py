@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from nvrx_sre.monitoring.promql import duration, number, one_of, recorded
 from nvrx_sre.monitoring.recordings import MAX_ACTIVE, MAX_HALTED, Readings
-from nvrx_sre.monitoring.rule import FOR_LONG, AlertRule, RecordingRule, lookup
+from nvrx_sre.monitoring.rule import FOR_LONG, IDLE, AlertRule, RecordingRule, lookup
 from nvrx_sre.monitoring.situation import DRAIN_LIMIT, WITHIN_STEP
 from nvrx_sre.telemetry import catalog
-from nvrx_sre.telemetry.catalog import RunState
+from nvrx_sre.telemetry.catalog import HaltReason, RunState
 
 PROGRESS_CAPS = ("same_fingerprint", "consecutive", "startup")
 """Caps that count attempts in a row without progress. Not among them: `window`, which remembers attempts before the
@@ -26,6 +26,8 @@ LOOPED = recorded(catalog.BUDGET_USED, "looped")
 """Attempts of a run that looped, kept while it is halted; read by the alerts at the evaluation after."""
 TOLD = recorded(catalog.HALTED_TIMESTAMP, "told")
 """Runs whose halt was told before their loop, or with it; read by the alert at the evaluation after."""
+UNTIL_SECONDS = '{{ ($value | toTime).Format "2006-01-02 15:04:05" }} UTC'
+"""A time as a person reads it."""
 STARTUP_PHASES = ("init", "rendezvous", "rebuild", "load", "first_step")
 RECOVERY_PHASES = ("teardown", *STARTUP_PHASES)
 STEADY_PHASES = ("step", "data", "evaluate", "save", "finalize")
@@ -46,9 +48,28 @@ def progress_alerts(read: Readings) -> list[AlertRule]:
     ]
 
 
-def _root_rank(read: Readings) -> str:
-    rank = lookup(read.of(catalog.INCIDENT_ROOT_RANK), read.values, condition=" >= 0")
-    return f"{{{{ with {rank} }}}}rank {{{{ . | first | value }}}}{{{{ else }}}}a rank not known{{{{ end }}}}"
+def _newest_fault(read: Readings) -> str:
+    memory_s = read.values.halted_memory_s
+    faults = read.of(catalog.FAULT_TIMESTAMP)
+    return lookup(faults, read.values, memory_s=memory_s, condition=" > 0", newest=True)
+
+
+def _root(read: Readings) -> str:
+    """Which rank failed last, and of what; long after its pod is gone."""
+    memory_s = read.values.halted_memory_s
+    rank = lookup(read.of(catalog.INCIDENT_ROOT_RANK), read.values, memory_s=memory_s, condition=" >= 0")
+    return (
+        f"{{{{ with {rank} }}}}rank {{{{ . | first | value }}}}{{{{ else }}}}a rank not known{{{{ end }}}}"
+        f'{{{{ with {_newest_fault(read)} }}}} ({{{{ . | first | label "fault" }}}}){{{{ end }}}}'
+    )
+
+
+def _durable(read: Readings) -> str:
+    """A sentence: what a new start would go on from."""
+    steps = read.of(catalog.CHECKPOINT_STEP)
+    step = lookup(steps, read.values, memory_s=read.values.halted_memory_s, matchers='tier="durable"')
+    known = "{{ if ge $step 0.0 }}Newest durable step: {{ $step }}. {{ else }}No step is durable. {{ end }}"
+    return f"{{{{ with {step} }}}}{{{{ $step := . | first | value }}}}{known}{{{{ end }}}}"
 
 
 def _is_halted(read: Readings) -> str:
@@ -82,25 +103,48 @@ def _run_halted(read: Readings) -> AlertRule:
         "`NvrxCrashLooping` already: that page stays until the run is started again.",
         clears="When the run is submitted again under the same name, or after `halted_memory_s`.",
         summary="Run {{ $labels.run }} is halted ({{ $labels.reason }})"
-        "{{ if $value }} since {{ $value | humanizeTimestamp }}{{ end }} and will not restart.",
+        f"{{{{ if $value }}}} since {UNTIL_SECONDS}{{{{ end }}}} and will not restart.",
         cured=_started_again(read),
         resolved="submitted again",
         description=(
-            "The launcher exited with 93, reason {{ $labels.reason }}: cap (retries used up), incurable (no restart "
-            "can cure the fault), operator or brake (halted on request). Its devices are idle. "
-            "`nvrx-sre runbook NvrxRunHalted` says what to do."
+            f"{_why_halted(read)}The launcher ends with exit code 93: nothing will start the run again by itself. "
+            f"{_durable(read)}`nvrx-sre runbook NvrxRunHalted` says what to do."
         ),
     )
 
 
+def _why_halted(read: Readings) -> str:
+    """A sentence or two: the one reason, and the fault if it was one."""
+    root = f"{{{{ if {_newest_fault(read)} }}}}Last root: {_root(read)}. {{{{ end }}}}"
+    texts = {
+        HaltReason.CAP: f"Retries are used up. {root}",
+        HaltReason.INCURABLE: f"No restart can cure the fault. {root}",
+        HaltReason.OPERATOR: "An operator halted it. ",
+        HaltReason.BRAKE: "The brake halted it. ",
+    }
+    return "".join(f'{{{{ if eq $labels.reason "{reason}" }}}}{text}{{{{ end }}}}' for reason, text in texts.items())
+
+
 def progress_recordings(read: Readings) -> list[RecordingRule]:
-    """What the alerts remember of the evaluation before."""
+    """What stands idle, and what the alerts remember of the evaluation before."""
     # the order matters: what was told is judged by the loops of the evaluation before
     told = f"max {read.by} ({_halts(read)})"
+    meaning = "Ranks of a run that has not ended and either loops or executes no step, not even an old one."
     return [
+        RecordingRule(name=IDLE, expr=_idles(read), metric=catalog.WORLD_SIZE_CONFIGURED, meaning=meaning),
         RecordingRule(name=TOLD, expr=told, metric=catalog.HALTED_TIMESTAMP, after_alerts=True),
         RecordingRule(name=LOOPED, expr=_loops_or_looped(read), metric=catalog.BUDGET_USED, after_alerts=True),
     ]
+
+
+def _idles(read: Readings) -> str:
+    world, last = read.of(catalog.WORLD_SIZE_CONFIGURED), read.of(catalog.LAST_STEP)
+    starting = f"max {read.by} ({read.of(catalog.RUN_STATE_ENTERED, state=RunState.STARTING)})"
+    stepping = f"{read.age(last)} <= {read.on} {_step_limit(read)} and {read.on} {last} > {read.on} {starting}"
+    return (
+        f"({world}\nunless {read.on}\n({stepping})\nor {read.on}\n({world} and {read.on} ({_loops(read)})))\n"
+        f"{read.expected}"
+    )
 
 
 def _loops_or_looped(read: Readings) -> str:
@@ -163,9 +207,10 @@ def _crash_looping(read: Readings) -> AlertRule:
         summary="Run {{ $labels.run }} is crash looping{{ if $value }}: {{ $value }} attempts without progress"
         "{{ end }}.",
         description=(
-            f"Last root: {_root_rank(read)}. Attempts without progress have used up a retry budget and no new step "
-            "was committed since the last fault. The job looks busy but redoes the same steps. "
-            f"{{{{ with {halted} }}}}It has been halted since: nothing will start it again by itself. {{{{ end }}}}"
+            f"Last root: {_root(read)}. Attempts without progress have used up a retry budget and no new step "
+            "was committed since the last fault. "
+            f"{{{{ if {halted} }}}}It has been halted since: nothing will start it again by itself. "
+            f"{{{{ else }}}}The job looks busy but redoes the same steps. {{{{ end }}}}{_durable(read)}"
             "`nvrx-sre runbook NvrxCrashLooping` says what to do."
         ),
     )
@@ -188,7 +233,7 @@ def _recovery_overdue(read: Readings) -> AlertRule:
         cured=f"({read.of(catalog.INCIDENT_OPENED)} == 0 or {read.on} {stepping})\n{read.expected}",
         resolved=_either(_is_open(read), "steps are executed again, the incident is still open", _recovered(read)),
         description=(
-            f"Root: {_root_rank(read)}. The incident is still open, and no step was committed for as long as a "
+            f"Root: {_root(read)}. The incident is still open, and no step was committed for as long as a "
             "step or its data may take. `nvrx-sre runbook NvrxRecoveryOverdue` says what to do."
         ),
     )

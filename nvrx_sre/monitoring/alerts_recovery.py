@@ -12,7 +12,7 @@ from __future__ import annotations
 from nvrx_sre.monitoring.alerts_progress import PROGRESS_CAPS
 from nvrx_sre.monitoring.promql import number
 from nvrx_sre.monitoring.recordings import Readings
-from nvrx_sre.monitoring.rule import AlertRule
+from nvrx_sre.monitoring.rule import AlertRule, lookup
 from nvrx_sre.telemetry import catalog
 from nvrx_sre.telemetry.catalog import Suspect
 
@@ -163,6 +163,8 @@ def _standby_missing(read: Readings) -> AlertRule:
 
 def _silent_fresh_start(read: Readings) -> AlertRule:
     gained = read.gained(catalog.FRESH_STARTS, read.values.event_window_s, progress="lost")
+    committed = 'tier="durable",outcome="committed"'
+    saved = lookup(read.of(catalog.SAVES), read.values, condition=" > 0", matchers=committed)
     return AlertRule(
         name="NvrxSilentFreshStart",
         verdict="started from step 0",
@@ -172,7 +174,8 @@ def _silent_fresh_start(read: Readings) -> AlertRule:
         clears="`event_window_s` later.",
         summary="Run {{ $labels.run }} started from step 0 although it had made progress.",
         description=(
-            "No checkpoint was loaded. If nobody asked for it (`--start-fresh`), stop the run before retention "
-            "or a person removes the old ones. `nvrx-sre runbook NvrxSilentFreshStart` says what to check."
+            f"{{{{ if {saved} }}}}No checkpoint was loaded. If nobody asked for it (`--start-fresh`), stop the run "
+            "before retention or a person removes the old ones. {{ else }}No checkpoint was durable yet: the steps "
+            "before are done again. {{ end }}`nvrx-sre runbook NvrxSilentFreshStart` says what to check."
         ),
     )

@@ -24,10 +24,10 @@ Pure. Must not: use `increase`, which extrapolates (C65) and misses a first even
 from __future__ import annotations
 
 from nvrx_sre.monitoring.promql import Query, duration, one_of, recorded
-from nvrx_sre.monitoring.rule import AHEAD, DEV_RUN, UNKNOWN_LABEL, RecordingRule
+from nvrx_sre.monitoring.rule import AHEAD, OWNER, SEEN_DEVICES, UNKNOWN_LABEL, RecordingRule
 from nvrx_sre.monitoring.values import Values
 from nvrx_sre.telemetry import catalog
-from nvrx_sre.telemetry.catalog import MemoryKind, RunState, SpaceKind
+from nvrx_sre.telemetry.catalog import DeviceCount, MemoryKind, RunState, SpaceKind
 from nvrx_sre.telemetry.metric import RUN_LABEL, Metric
 
 SETTLED_STATES = (RunState.DRAINING, RunState.FINISHED, RunState.FAILED, RunState.PREEMPTED, RunState.HALTED)
@@ -66,6 +66,7 @@ _NEWEST: tuple[tuple[Metric, tuple[str, ...]], ...] = (
     (catalog.LAUNCHER_STARTS, ()),
     (catalog.INCIDENTS, ("verdict",)),
     (catalog.INCIDENTS_DEGRADED, ()),
+    (catalog.FAULT_TIMESTAMP, ("fault",)),
     (catalog.NODE_FAULTS, ("node", "suspect")),
     (catalog.FRESH_STARTS, ("progress",)),
     (catalog.SAVES, ("tier", "outcome")),
@@ -88,6 +89,7 @@ _LIVE: tuple[tuple[Metric, tuple[str, ...]], ...] = (
     (catalog.STANDBY_READY, ()),
     (catalog.STANDBYS_CONFIGURED, ()),
     (catalog.CHECKPOINT_CAPTURED, ("tier",)),
+    (catalog.CHECKPOINT_STEP, ("tier",)),
     (catalog.CHECKPOINT_INTERVAL, ()),
     (catalog.CHECKPOINT_WRITE_SECONDS, ()),
     (catalog.CHECKPOINT_SATURATION, ()),
@@ -166,16 +168,17 @@ def _states(query: Query, values: Values) -> list[RecordingRule]:
 
 
 def _pods(query: Query, values: Values) -> list[RecordingRule]:
-    """With which catalog and priority a run runs."""
+    """With which catalog a run runs, and whose it is."""
     info, build = catalog.RUN_INFO, catalog.BUILD_INFO
-    keys = query.keys()
-    # a pod with another priority is the newer one: `dev` must not outlive it
-    dev = f'group by {keys} ({info.name}{{priority!="dev"}}) - 1\nor\ngroup by {keys} ({info.name})'
+    told = (*catalog.DEFAULT_OWNER, "node")
+    # a time, so that of two launchers the newer one's word is taken, and not forgotten with its pod
+    owner = f"max by {query.keys(*told)} (timestamp({query.series(info)}))"
+    meaning = "When the run was last seen with these owner, priority and leader's node."
     # what a live pod says ends the memory of any other catalog, as after an upgrade
     remembered = query.latest(build, "catalog", memory_s=values.sample_memory_s)
-    builds = f"{query.latest(build, 'catalog')}\nor on {keys}\n{remembered}"
+    builds = f"{query.latest(build, 'catalog')}\nor on {query.keys()}\n{remembered}"
     return [
-        RecordingRule(name=DEV_RUN, expr=filled(dev, values), metric=info),
+        RecordingRule(name=OWNER, expr=filled(owner, values), metric=info, labels=told, meaning=meaning),
         _rule(build, "max", builds, values, by=("catalog",)),
     ]
 
@@ -211,11 +214,13 @@ def _nodes(query: Query, values: Values) -> list[RecordingRule]:
     slots = f"ignoring (kind) {memory(MemoryKind.HOT_SLOTS)}"
     pressure = f"({memory(MemoryKind.USED)} - {slots})\n/ ignoring (kind)\n(({memory(MemoryKind.LIMIT)} - {slots}) > 0)"
     free_ratio = f"{space(SpaceKind.FREE)} / ignoring (kind) ({space(SpaceKind.SIZE)} > 0)"
+    seen = f"max by {keys} ({query.series(catalog.DEVICES, state=DeviceCount.SEEN)})"
     sized = f"({space(SpaceKind.FREE)} and ignoring (kind) {space(SpaceKind.SIZE)} > 0)"
     return [
         _rule(catalog.CLOCK_SKEW, "max_abs", f"max by {keys} (abs({query.series(catalog.CLOCK_SKEW)}))", values),
         _rule(catalog.HOST_MEMORY, "max_pressure", f"max by {keys} ({pressure})", values),
         _rule(catalog.DEVICES, "max_unfit", f"max by {keys} ({query.series(catalog.DEVICES, state='unfit')})", values),
+        RecordingRule(name=SEEN_DEVICES, expr=filled(seen, values), metric=catalog.DEVICES),
         _rule(catalog.STORAGE, "min_free_ratio", f"min by {keys} ({free_ratio})", values),
         _rule(catalog.STORAGE, "min_free", f"min by {keys} ({sized})", values),
     ]

@@ -1,8 +1,9 @@
 """What a rule is: recorded series and alerts, and how they are written into a rules file.
 
-Model: an alert's text is built from its name, so that runbook and dashboard links cannot point elsewhere. A critical
-alert drops to warning for a run whose newest known `priority` is `dev`; the rule asks for that itself, so every
-Alertmanager sees the right severity.
+Model: an alert's text is built from its name, so that runbook and dashboard links cannot point elsewhere. Whose run it
+is (`team`, `priority`) are labels of its alerts, asked for by the rule itself, so every Alertmanager can route by it;
+a critical alert of a run whose priority is `dev` drops to warning. What a run said of itself last is remembered over
+its pod: labels are an alert's identity, and must not change while it fires.
 
 Invariants: a rule keeps the labels of the key. Immutable, hence thread-safe. Must not: know any alert.
 """
@@ -27,8 +28,12 @@ FOR_LONG = "{{ if $value }} for {{ $value | humanizeDuration }}{{ end }}"
 """In a summary: how long, but where the alert fires with 0 to say how it ended."""
 AHEAD = f"{RUN_LABEL}:{catalog.CLOCK_SKEW.name}:ahead"
 """Recorded: by how much the run's clock is ahead of Prometheus'; nothing in a gap between scrapes."""
-DEV_RUN = f"{RUN_LABEL}:{catalog.RUN_INFO.name}:dev"
-"""Recorded: 1 for a run whose priority is `dev`, else 0."""
+OWNER = f"{RUN_LABEL}:{catalog.RUN_INFO.name}:seen"
+"""Recorded: when a run was last seen with these `team`, `priority` and `node`."""
+IDLE = f"{RUN_LABEL}:{catalog.WORLD_SIZE_CONFIGURED.name}:idle"
+"""Recorded: ranks of a run that holds its devices and trains nothing."""
+SEEN_DEVICES = f"{RUN_LABEL}:{catalog.DEVICES.name}:max_seen"
+"""Recorded: GPUs that a node of the run sees; 0 where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +101,8 @@ class AlertRule:
             rule["for"] = duration(self.for_s)
         if self.keep_firing_s:
             rule["keep_firing_for"] = duration(self.keep_firing_s)
-        rule["labels"] = {"severity": _severity(self.severity, values), **dict(self.labels)}
+        whose = {name: _told_owner(name, default, values) for name, default in catalog.DEFAULT_OWNER.items()}
+        rule["labels"] = {"severity": _severity(self.severity, values), **whose, **dict(self.labels)}
         rule["annotations"] = {
             "summary": self.summary,
             "description": self.description,
@@ -118,32 +124,62 @@ def _facts(verdict: str, values: Values, *, blames: bool) -> dict[str, str]:
     rank = lookup(f"{RUN_LABEL}:{catalog.INCIDENT_ROOT_RANK.name}:max", values, condition=f" >= 0{is_open}")
     where = f'{catalog.RANK_INFO.name}{{run=%q,rank=\\"%.0f\\"}}'
     host = f'query (printf "{where}" $labels.run (. | first | value))'
-    world = lookup(f"{RUN_LABEL}:{catalog.WORLD_SIZE_CONFIGURED.name}:max", values)
     return {
         "verdict": verdict,
         "progress": f"{{{{ with {age} }}}}last new step "
         "{{ . | first | value | humanizeDuration }} ago{{ end }}",
         "culprit": f"{{{{ with {rank} }}}}rank {{{{ . | first | value }}}}{{{{ with {host} }}}} on "
         '{{ . | first | label "node" }}{{ end }}{{ end }}',
-        "idle": f"{{{{ with {world} }}}}{{{{ . | first | value }}}} GPUs held{{{{ end }}}}",
+        "idle": _idle(values),
     }
 
 
-def lookup(series: str, values: Values, *, memory_s: float = 0.0, condition: str = "", matchers: str = "") -> str:
-    """Template text that queries `series` of the alert's run; the key's labels are filled in from the alert."""
+def _idle(values: Values) -> str:
+    """What stands idle, in what there is of it."""
+    idle = lookup(IDLE, values)
+    have_devices = lookup(SEEN_DEVICES, values, memory_s=values.sample_memory_s, condition=" > 0")
+    what = f"{{{{ if {have_devices} }}}}GPU{{{{ else }}}}rank{{{{ end }}}}{{{{ if ne $held 1.0 }}}}s{{{{ end }}}}"
+    return f"{{{{ with {idle} }}}}{{{{ $held := . | first | value }}}}{{{{ $held }}}} {what} held{{{{ end }}}}"
+
+
+def owner(values: Values) -> str:
+    """Template text that queries what the run said of itself last, long after its pod is gone."""
+    return lookup(OWNER, values, memory_s=values.halted_memory_s, newest=True)
+
+
+def _told_owner(label: str, default: str, values: Values) -> str:
+    # never empty: Prometheus drops an empty label from the alert, and puts the template itself into `ALERTS`
+    told = f'{{{{ . | first | label "{label}" }}}}'
+    return f"{{{{ with {owner(values)} }}}}{told}{{{{ else }}}}{default}{{{{ end }}}}"
+
+
+def lookup(
+    series: str,
+    values: Values,
+    *,
+    memory_s: float = 0.0,
+    condition: str = "",
+    matchers: str = "",
+    newest: bool = False,
+) -> str:
+    """Template text that queries `series` of the alert's run; the key's labels are filled in from the alert.
+
+    `newest`: of several series that hold times, the one with the newest.
+    """
     wanted = ",".join([*([matchers] if matchers else []), *(f"{label}=%q" for label in values.group_labels)])
     selector = f"{series}{{{wanted}}}"
     if memory_s:
         selector = f"last_over_time({selector}[{duration(memory_s)}])"
-    text = f"{selector}{condition}".replace('"', '\\"')
+    text = f"topk(1, {selector}{condition})" if newest else f"{selector}{condition}"
+    text = text.replace('"', '\\"')
     return f'query (printf "{text}" {" ".join(f"$labels.{label}" for label in values.group_labels)})'
 
 
 def _severity(severity: str, values: Values) -> str:
     if severity != "critical":
         return severity
-    is_dev = lookup(DEV_RUN, values, memory_s=values.halted_memory_s, condition=" == 1")
-    return f"{{{{ with {is_dev} }}}}warning{{{{ else }}}}critical{{{{ end }}}}"
+    priority = '{{ if eq (. | first | label "priority") "dev" }}warning{{ else }}critical{{ end }}'
+    return f"{{{{ with {owner(values)} }}}}{priority}{{{{ else }}}}critical{{{{ end }}}}"
 
 
 def _variables(values: Values) -> str:

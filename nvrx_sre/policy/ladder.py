@@ -69,6 +69,7 @@ class Decision:
             budget_used=self.budget_used,
             budget_limit=self.budget_limit,
             is_excluding=self.is_excluding,
+            is_capped=self.cap is not None,
         )
 
 

@@ -20,7 +20,6 @@ from nvrx_sre.events.schema import (
     Cap,
     Detector,
     FaultClass,
-    HaltReason,
     Layer,
     LedgerState,
     Phase,
@@ -33,8 +32,10 @@ from nvrx_sre.events.schema import (
     Tier,
     Verdict,
 )
+from nvrx_sre.events.schema import HaltReason as HaltReason
 from nvrx_sre.goodput.ratios import GoodputKind as GoodputKind
 from nvrx_sre.goodput.verdict import RunState as RunState
+from nvrx_sre.telemetry.labels import DEFAULT_OWNER as DEFAULT_OWNER
 from nvrx_sre.telemetry.labels import Component as Component
 from nvrx_sre.telemetry.labels import DeviceCount as DeviceCount
 from nvrx_sre.telemetry.labels import DeviceErrorKind as DeviceErrorKind
@@ -181,7 +182,7 @@ RENDEZVOUS_NODES = _gauge(
 HALTED_TIMESTAMP = _gauge(
     "nvrx_halted_timestamp_seconds",
     Unit.TIMESTAMP,
-    "When the run was stopped for good (exit 93), by why; 0 while it is not.",
+    "When it was decided that the run stops for good (exit 93), by why; 0 while it is not.",
     _label("reason", HaltReason),
 )
 RUN_STARTS = _counter(
@@ -217,6 +218,12 @@ REPLAY_DIVERGENCES = _counter(
 
 # --- faults and recovery ----------------------------------------------------------------------------------
 FAULTS = _counter("nvrx_faults_total", Unit.COUNT, "Root faults detected.", _FAULT)
+FAULT_TIMESTAMP = _gauge(
+    "nvrx_fault_timestamp_seconds",
+    Unit.TIMESTAMP,
+    "When the newest root fault of the class was detected; 0 never.",
+    _FAULT,
+)
 FAULTS_INJECTED = _counter("nvrx_faults_injected_total", Unit.COUNT, "Planned faults that fired.")
 RESTARTS = _counter(
     "nvrx_restarts_total",

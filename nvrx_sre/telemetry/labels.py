@@ -9,6 +9,9 @@ from enum import StrEnum
 
 from nvrx_sre.core.errors import ExitCode
 
+DEFAULT_OWNER = {"team": "none", "priority": "prod"}
+"""What whoever started a run did not say."""
+
 
 class RestartOutcome(StrEnum):
     """How a decision ended. Counted when it is known."""

@@ -10,23 +10,21 @@ Not thread-safe: see `telemetry.metrics`.
 from __future__ import annotations
 
 from nvrx_sre.core.clock import seconds
+from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.limits import Limits
 from nvrx_sre.events import schema
-from nvrx_sre.events.schema import Cap, HaltReason, Record, StepKind
+from nvrx_sre.events.schema import Action, Cap, HaltReason, Record, StepKind
 from nvrx_sre.events.snapshot import Snapshotted
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
 from nvrx_sre.goodput.verdict import RunState, run_state_after, run_state_of
 from nvrx_sre.telemetry import catalog
-from nvrx_sre.telemetry.labels import StartKind, run_end
+from nvrx_sre.telemetry.labels import DEFAULT_OWNER, StartKind, run_end
 from nvrx_sre.telemetry.series_checkpoints import CheckpointSeries
 from nvrx_sre.telemetry.series_part import SeriesPart
 from nvrx_sre.telemetry.series_phases import STATE_TICK_S, PhaseSeries
 from nvrx_sre.telemetry.series_recovery import RecoverySeries
 from nvrx_sre.telemetry.values import Values
-
-DEFAULT_LABELS = {"team": "none", "priority": "prod"}
-"""What a run's owner did not say."""
 
 
 class RunSeries(SeriesPart):
@@ -53,6 +51,7 @@ class RunSeries(SeriesPart):
             schema.DeadlineChosen: self._on_deadline_chosen,
             schema.PreemptionReceived: self._on_preemption,
             schema.HaltRequested: self._on_halt_requested,
+            schema.RestartDecided: self._on_restart_decided,
             schema.CapReached: self._on_cap_reached,
             schema.BudgetReset: self._on_budget_reset,
             schema.JournalRepaired: self.counting(catalog.JOURNAL_REPAIRS),
@@ -110,7 +109,7 @@ class RunSeries(SeriesPart):
         self.values.set(catalog.STANDBYS_CONFIGURED, event.num_standbys)
         run = self.values.info[catalog.RUN_INFO.name]
         run.update({"config": event.config_digest})
-        run.update({name: event.labels.get(name, default) for name, default in DEFAULT_LABELS.items()})
+        run.update({name: event.labels.get(name, default) for name, default in DEFAULT_OWNER.items()})
         build = self.values.info[catalog.BUILD_INFO.name]
         build.update({"version": event.versions.get("nvrx_sre", ""), "catalog": catalog.VERSION})
         build.update({name: event.versions.get(name, "") for name in ("python", "torch")})
@@ -134,9 +133,25 @@ class RunSeries(SeriesPart):
     def _end(self, record: Record, exit_code: int) -> None:
         self.values.set(catalog.EXIT_CODE, exit_code)
         state = run_state_after(exit_code)
-        if state is RunState.HALTED and self._state is not RunState.HALTED:
-            self.values.set(catalog.HALTED_TIMESTAMP, seconds(record.time_ns), self._halt_reason)
+        if state is RunState.HALTED:
+            self._halt(record)
+            return
+        self._clear_halt()  # a second Ctrl-C may end otherwise what was to end for good
         self._enter(state, record.time_ns)
+
+    def _on_restart_decided(self, record: Record, event: schema.RestartDecided) -> None:
+        """A run that nobody will start again is halted from the decision on: its end saves, which may take minutes.
+
+        With the same record the budgets are seen to be used up: no scrape sees a loop without its halt.
+        """
+        if event.action is Action.STOP and event.exit_code == ExitCode.DO_NOT_RESTART:
+            self._halt_reason = HaltReason.CAP if event.is_capped else HaltReason.INCURABLE
+            self._halt(record)
+
+    def _halt(self, record: Record) -> None:
+        if self._state is not RunState.HALTED:
+            self.values.set(catalog.HALTED_TIMESTAMP, seconds(record.time_ns), self._halt_reason)
+            self._enter(RunState.HALTED, record.time_ns)
 
     def _on_deadline_chosen(self, _: Record, event: schema.DeadlineChosen) -> None:
         self.values.set(catalog.PHASE_DEADLINE, event.limit_s, event.phase)
@@ -153,7 +168,11 @@ class RunSeries(SeriesPart):
         self._draining = True
 
     def _on_cap_reached(self, _: Record, __: schema.CapReached) -> None:
-        self._halt_reason = HaltReason.CAP
+        reason, self._halt_reason = self._halt_reason, HaltReason.CAP
+        if self._state is RunState.HALTED:  # decided by a version that did not say `is_capped`
+            halted_s = self.values.get(catalog.HALTED_TIMESTAMP, reason)
+            self.values.set(catalog.HALTED_TIMESTAMP, 0, reason)
+            self.values.set(catalog.HALTED_TIMESTAMP, halted_s, HaltReason.CAP)
 
     def _on_budget_reset(self, _: Record, __: schema.BudgetReset) -> None:
         self._clear_halt()

@@ -128,6 +128,7 @@ class RecoverySeries(SeriesPart):
     def _on_fault_detected(self, record: Record, event: schema.FaultDetected) -> None:
         self._settle(RestartOutcome.NO_PROGRESS)
         self.values.add(catalog.FAULTS, 1, event.fault)
+        self.values.set(catalog.FAULT_TIMESTAMP, seconds(record.time_ns), event.fault)
         if event.device:
             suspect = Suspect.NODE if event.fault in NODE_FAULTS else Suspect.OTHER
             self.values.add(catalog.NODE_FAULTS, 1, self._meet_node(node_of(event.device)), suspect)

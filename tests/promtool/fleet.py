@@ -74,6 +74,7 @@ class Run:
     lost: tuple[float, float, int] = (0, 0, 1)
     """Between two times only every n-th scrape of 15 s succeeds; 0: of three scrapes two."""
     priority: str = "prod"
+    team: str = "none"
     namespace: str = "ml"
     cluster: str | None = "c1"
     ahead_s: float = 0.0
@@ -221,7 +222,7 @@ class Run:
             (name[catalog.STEP_REFERENCE],): 1,
             (name[catalog.CLOCK_SKEW],): 0,
             (name[catalog.BUILD_INFO], catalog.VERSION): 1,
-            (name[catalog.RUN_INFO], self.priority): 1,
+            (name[catalog.RUN_INFO], self.team, self.priority, "host-7"): 1,
         }
         return {**values, **self.levels}
 
@@ -264,7 +265,7 @@ LABELS = {
     metric.name: metric.label_names
     for metric in catalog.CATALOG.values()
     if metric.name not in (catalog.BUILD_INFO.name, catalog.RUN_INFO.name)
-} | {catalog.BUILD_INFO.name: ("catalog",), catalog.RUN_INFO.name: ("priority",)}
+} | {catalog.BUILD_INFO.name: ("catalog",), catalog.RUN_INFO.name: ("team", "priority", "node")}
 
 
 def jump(at_s: float, before: float, after: float, back_s: float = END) -> Level:

@@ -350,7 +350,7 @@ def test_every_alert_says_what_a_woken_person_asks() -> None:
         generate.rules_file(Values()), case_of("text", [loop], (), 900), 15, (rule["alert"], 840)
     )
     for text in (
-        'namespace="ml", run="loop", severity="critical"}',
+        'namespace="ml", priority="prod", run="loop", severity="critical"}',
         "Run loop is crash looping: 3 attempts without progress.",
         "Last root: rank 3.",
         "last new step 4m 0s ago",

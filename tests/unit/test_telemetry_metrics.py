@@ -14,12 +14,14 @@ from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.events.schema import (
     Action,
     Cap,
+    CapReached,
     FaultClass,
     FaultDetected,
     HaltReason,
     Layer,
     LedgerState,
     Record,
+    RestartDecided,
     RestoredFrom,
     Verdict,
 )
@@ -205,7 +207,7 @@ def test_a_crash_loop_shows_while_it_lasts_and_halts() -> None:
     assert board.value(catalog.INCIDENTS, Verdict.EXHAUSTED) == 1
     assert board.value(catalog.RESTARTS, "in_process", RestartOutcome.NO_PROGRESS) == 3
     assert board.value(catalog.RESTARTS, "job", RestartOutcome.STOPPED) == 1
-    assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.INCURABLE) == pytest.approx(story.records[-1].time_ns / 1e9)
+    assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.INCURABLE) > 0
     assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.OPERATOR) == 0
     assert board.value(catalog.RESTARTS_SINCE_PROGRESS) == 1
     assert board.state() == RunState.HALTED
@@ -214,6 +216,58 @@ def test_a_crash_loop_shows_while_it_lasts_and_halts() -> None:
     board.apply(story.records[seen:])
     assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.INCURABLE) == 0
     assert board.state() == RunState.STARTING
+
+
+@pytest.mark.parametrize(("is_capped", "reason"), [(True, HaltReason.CAP), (False, HaltReason.INCURABLE)])
+def test_a_run_is_halted_from_the_decision_on(is_capped: bool, reason: HaltReason) -> None:
+    """While it still saves, and not from its exit; saves and steps of its end do not make it another state."""
+    story = crash_loop_story()
+    decided = next(n for n, item in enumerate(story.records) if isinstance(item.event, RestartDecided) and _stops(item))
+    record = replace(story.records[decided], event=replace(story.records[decided].event, is_capped=is_capped))  # type: ignore[type-var]  # it is a RestartDecided
+    board = Board([*story.records[:decided], record])
+    halted_s = board.value(catalog.HALTED_TIMESTAMP, reason)
+    assert (board.state(), halted_s) == (RunState.HALTED, pytest.approx(record.time_ns / 1e9))
+    assert board.value(catalog.EXIT_CODE) == -1
+    story.save(40.0, 10)
+    board.apply(story.records[decided + 1 :])
+    assert (board.state(), board.value(catalog.HALTED_TIMESTAMP, reason)) == (RunState.HALTED, halted_s)
+    assert board.value(catalog.EXIT_CODE) == 93
+
+
+def _stops(record: Record) -> bool:
+    return getattr(record.event, "action", None) is Action.STOP
+
+
+def test_an_end_that_is_interrupted_is_no_halt() -> None:
+    """Two Ctrl-C within the end for good: the launcher leaves with 130, and the run may be started again."""
+    story = crash_loop_story()
+    story.records = story.records[:-3]
+    story.finish(30.0, exit_code=130)
+    board = Board(story.records)
+    assert board.state() == RunState.PREEMPTED
+    assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.INCURABLE) == 0
+
+
+def test_the_cap_of_an_older_journal_is_the_reason() -> None:
+    """Its decisions do not say that it was a cap; the record behind them does."""
+    story = crash_loop_story()
+    story.records = story.records[:-3]
+    story.add(30.0, CapReached(cap=Cap.CONSECUTIVE, used=3, limit=3))
+    board = Board(story.records)
+    assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.CAP) > 0
+    assert board.value(catalog.HALTED_TIMESTAMP, HaltReason.INCURABLE) == 0
+
+
+def test_the_newest_fault_is_told_from_those_before() -> None:
+    """When a fault of each class was last detected; 0 for a class that never was."""
+    story, begin_s = begin()
+    story.steps(begin_s, 12.4, 1, 10)
+    story.fault(12.5, 12.6, FaultClass.HANG, 0)
+    story.fault(20.5, 20.6, FaultClass.KILLED, 1)
+    board = Board(story.records)
+    seen = {fault: board.value(catalog.FAULT_TIMESTAMP, fault) for fault in FaultClass}
+    assert {fault for fault, at in seen.items() if at} == {FaultClass.HANG, FaultClass.KILLED}
+    assert seen[FaultClass.KILLED] - seen[FaultClass.HANG] == pytest.approx(8.0)
 
 
 def test_an_exhausted_incident_is_no_degraded_recovery() -> None:
