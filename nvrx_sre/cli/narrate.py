@@ -235,7 +235,8 @@ def _journal_repaired(record: Record, event: schema.JournalRepaired) -> Line:
 
 
 def _telemetry_degraded(record: Record, event: schema.TelemetryDegraded) -> Line:
-    return Line(f"telemetry: {event.component} dropped {event.dropped}, errors {event.errors}", WARN)
+    why = f"; the newest: {event.error}" if event.error else ""
+    return Line(f"telemetry: {event.component} dropped {event.dropped}, errors {event.errors}{why}", WARN)
 
 
 _TELLERS: dict[type[schema.Event], Callable[[Record, Any], Line | None]] = {

@@ -156,7 +156,8 @@ class Recorder:
             if counts != self._degraded.get(component, (0, 0)):
                 self._degraded[component] = counts
                 self._next_degraded_ns = now_ns + to_ns(DEGRADED_INTERVAL_S)
-                event = TelemetryDegraded(component=component, dropped=counts[0], errors=counts[1])
+                error = self._telemetry.last_error(component)
+                event = TelemetryDegraded(component=component, dropped=counts[0], errors=counts[1], error=error)
                 self.emit(event, generation)
 
 

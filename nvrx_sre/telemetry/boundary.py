@@ -35,6 +35,7 @@ class Boundary:
         self._lock = threading.Lock()
         self._dropped = dict.fromkeys(Component, 0)
         self._errors = dict.fromkeys(Component, 0)
+        self._last_errors: dict[Component, str] = {}
         self._noted_ns: dict[tuple[Component, bool], int] = {}
         self._failing: set[Component] = set()
 
@@ -66,6 +67,7 @@ class Boundary:
         """Count one failure of `component`; note it unless that was done within the last minute."""
         with self._lock:
             self._errors[component] += 1
+            self._last_errors[component] = message
         self._note_rarely(component, f"failed, training goes on: {message}", is_failure=True)
 
     def _note_rarely(self, component: Component, text: str, *, is_failure: bool) -> None:
@@ -87,6 +89,11 @@ class Boundary:
         """Items dropped so far by component."""
         with self._lock:
             return dict(self._dropped)
+
+    def last_error(self, component: Component) -> str:
+        """What the newest failure of `component` said, '' if there was none."""
+        with self._lock:
+            return self._last_errors.get(component, "")
 
     def num_errors(self) -> dict[Component, int]:
         """Failures swallowed so far by component."""

@@ -52,6 +52,10 @@ SCRAPES_AFTER_END = 2
 """Scrapes that must have seen the terminal state before the endpoint goes."""
 ROTATE_AFTER_RECORDS = 20_000
 """A replay of more records than this is made short for the next launcher by a snapshot at once."""
+ERROR_CHARS = 300
+"""What a record holds of an error of a part of telemetry."""
+ERROR_SEEN_CHARS = 4_000
+"""What is looked at of a longer one: it is masked before it is cut, since half a secret has no form."""
 
 Sink = Callable[[Record], None]
 LogItem = tuple[Record, tuple[str, str] | None]
@@ -279,6 +283,11 @@ class Telemetry:
         counts = self.boundary.num_errors()
         counts[Component.CHANNEL] += self.channel_losses[1]
         return counts
+
+    def last_error(self, component: Component) -> str:
+        """What the newest failure of `component` said, a line of at most `ERROR_CHARS`, masked; '' if none failed."""
+        text = self.redactor.text(self.boundary.last_error(component)[:ERROR_SEEN_CHARS])
+        return " ".join(text.split())[:ERROR_CHARS]
 
     # --- inside -------------------------------------------------------------------------------------------
 

@@ -21,10 +21,12 @@ from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.limits import Limits, TelemetryLimits
 from nvrx_sre.events.journal import JournalReader, read_journal
-from nvrx_sre.events.schema import IncidentClosed, ProgressResumed, Record
+from nvrx_sre.events.schema import IncidentClosed, ProgressResumed, Record, TelemetryDegraded
 from nvrx_sre.goodput.incidents import FollowUp, incident_trace_id
 from nvrx_sre.launcher.config import RunConfig
 from nvrx_sre.launcher.main import start_telemetry
+from nvrx_sre.launcher.past import LauncherFolds
+from nvrx_sre.launcher.shell import Recorder
 from nvrx_sre.telemetry import catalog, hub
 from nvrx_sre.telemetry.catalog import Component
 from nvrx_sre.telemetry.context import run_trace_id
@@ -434,6 +436,23 @@ def test_secrets_reach_neither_journal_nor_span_nor_log(start: Start, tmp_path: 
         for file in path.iterdir():
             assert "topsecret1" not in file.read_text()
             assert "envsecret9" not in file.read_text()
+
+
+def test_a_degradation_names_its_cause(start: Start, tmp_path: Path) -> None:
+    """In the journal, where a person looks for what was lost: one line of bounded length, without secrets."""
+    telemetry = start(environment={"WANDB_API_KEY": "envsecret9"})
+    telemetry.replay()
+    said = f"collector at https://me:topsecret1@c did not\ntake envsecret9 {'x' * 500}"
+    telemetry.boundary.failed(Component.OTLP, said)
+    telemetry.channel_losses = (3, 0)
+    config = RunConfig(run=RUN, run_dir=tmp_path, command=("x.py",), nproc=1, min_world_size=1)
+    Recorder(config, 1, telemetry.clock, LauncherFolds(), telemetry).note_degradation(1)
+    telemetry.close()
+    events = [record.event for record in JournalReader(tmp_path / "journal")]
+    told = {event.component: event for event in events if isinstance(event, TelemetryDegraded)}
+    error = told["otlp"].error
+    assert error.startswith("collector at https://***@c did not take *** xxx") and len(error) == hub.ERROR_CHARS
+    assert (told["channel"].dropped, told["channel"].error) == (3, "")
 
 
 def test_the_ranks_context_loads_neither_torch_nor_structlog() -> None:

@@ -87,6 +87,18 @@ def test_faults_and_recoveries_are_always_told(event: type[schema.Event]) -> Non
     assert narrate.narrate(_record(_sample(event), rank=1)) is not None
 
 
+def test_a_telemetry_failure_is_told_with_its_cause() -> None:
+    """The cause where there is one; a full queue has none."""
+    events = [
+        schema.TelemetryDegraded(component="otlp", dropped=3, errors=1, error=error) for error in ("", "HTTP 404")
+    ]
+    lines = [narrate.narrate(_record(event)) for event in events]
+    assert [line.text for line in lines if line is not None] == [
+        "telemetry: otlp dropped 3, errors 1",
+        "telemetry: otlp dropped 3, errors 1; the newest: HTTP 404",
+    ]
+
+
 def test_an_unknown_culprit_is_said() -> None:
     """A hang in a collective has no known root: the line does not invent one."""
     line = narrate.narrate(_record(_sample(schema.FaultDetected), rank=None))

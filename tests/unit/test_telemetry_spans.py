@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from nvrx_sre.events.schema import FaultClass, Record, RestoredFrom, SaveFailed, SaveFailure, Tier
+from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.events.schema import FaultClass, LauncherStopped, Record, RestoredFrom, SaveFailed, SaveFailure, Tier
 from nvrx_sre.goodput.incidents import IncidentTracker, incident_trace_id
 from nvrx_sre.telemetry.spans import FinishedSpan, SpanFold, signal_name
 from tests.stories import RUN, begin, crash_loop_story, exception_story, fallback_story, lost_launcher_story, ns
@@ -134,6 +135,20 @@ def test_spans_of_a_killed_launcher_are_closed_by_the_next_one() -> None:
     assert lost.end_ns == ns(12.9)
     (run,) = named(spans, "nvrx.run")
     assert (run.start_ns, run.end_ns, run.error) == (ns(0.0), ns(117.0), False)
+
+
+@pytest.mark.parametrize("exit_code", [ExitCode.PREEMPTED, ExitCode.INTERRUPTED])
+def test_a_run_that_is_to_go_on_has_no_span_yet(exit_code: ExitCode) -> None:
+    """A collector has its trace without a root; the launcher that ends the run for good sends one span for all."""
+    story, begin_s = begin()
+    story.steps(begin_s, 12.4, 1, 10)
+    story.add(13.0, LauncherStopped(exit_code=exit_code, reason="preempted"))
+    generation = named(spans_of(story.records), "nvrx.generation")[0]
+    assert generation.parent_span_id and not named(spans_of(story.records), "nvrx.run")
+    story.start(100.0)
+    story.finish(117.0)
+    (run,) = named(spans_of(story.records), "nvrx.run")
+    assert (run.span_id, run.start_ns, run.end_ns) == (generation.parent_span_id, ns(0.0), ns(117.0))
 
 
 def test_an_open_incident_survives_the_launcher() -> None:
