@@ -228,7 +228,8 @@ class TeardownFinished(Event):
 class RestartDecided(Event):
     """A decision of the policy, with its reason and what is left of each budget.
 
-    `is_excluding`: the restart goes on without the root's device, which a full cap does not stop.
+    `is_excluding`: the restart goes on without the root's device, which a full cap does not stop. `is_capped`: it is
+    a full cap that stops the run.
     """
 
     action: Action
@@ -241,6 +242,7 @@ class RestartDecided(Event):
     budget_used: dict[str, int]
     budget_limit: dict[str, int]
     is_excluding: bool = False
+    is_capped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
