@@ -13,13 +13,13 @@ import importlib
 import os
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 
 import click
 
 import nvrx_sre
 from nvrx_sre.core.errors import ExitCode, NvrxError
+from nvrx_sre.core.output import masked, print_error
 
 COMMANDS: dict[str, str] = {
     "train": "nvrx_sre.cli.train:command",
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(error: BaseException, *, show_traceback: bool) -> int:
     """Say what went wrong in one line on stderr; the exit code that belongs to it."""
     if show_traceback and isinstance(error, Exception):
-        traceback.print_exception(error)
+        print_error(error)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else ExitCode.FINISHED
     if isinstance(error, click.exceptions.Exit):
@@ -107,7 +107,8 @@ def _report(error: BaseException, *, show_traceback: bool) -> int:
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         _say("interrupted")
         return ExitCode.INTERRUPTED
-    _say(f"internal error: {type(error).__name__}: {error} (run 'nvrx-sre --traceback ...' for the details)")
+    said = masked(f"{type(error).__name__}: {error}")
+    _say(f"internal error: {said} (run 'nvrx-sre --traceback ...' for the details)")
     return ExitCode.INTERNAL
 
 

@@ -21,7 +21,7 @@ BROAD_EXCEPTS: dict[str, str] = {
 """Boundary -> why it may catch everything. The style guide names what such a boundary is."""
 
 ENVIRONMENT_READERS: dict[str, str] = {
-    "core/output.py": "the values of secret variables, which are masked in what a child prints of an error",
+    "core/output.py": "the values of secret variables, which are masked in what is printed of an error",
     "session/environment.py": "a child's settings, handed over by its launcher; watches what the user's code reads",
     "session/unmanaged.py": "rank and address where a script runs without a launcher",
     "launcher/node.py": "hands the user's environment on to the children",

@@ -75,10 +75,11 @@ def test_an_error_is_one_line_and_its_exit_code(
 
 
 def test_the_traceback_is_there_for_who_asks(failing: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
-    """`--traceback` before the command shows it."""
-    failing.append(ZeroDivisionError("ours"))
+    """`--traceback` before the command shows it, fit for a bug report: without secrets."""
+    failing.append(ZeroDivisionError("ours, with token=abcdef"))
     assert entry.main(["--traceback", "doctor"]) == ExitCode.INTERNAL
-    assert "Traceback" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Traceback" in said and said.count("ours, with token=***") == 2
 
 
 def test_a_value_of_a_file_is_refused_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
