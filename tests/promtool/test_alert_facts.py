@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import yaml
@@ -11,12 +14,15 @@ from nvrx_sre.monitoring import generate, promtool
 from nvrx_sre.monitoring.promtool import Expectation
 from nvrx_sre.monitoring.values import Values
 from nvrx_sre.telemetry import catalog
-from tests.promtool.fleet import END, KEY, Level, Run, case_of, jump
-from tests.promtool.histories import BEGIN, CRASH, HALT, LOOP, MISSING, OVERDUE, RENDEZVOUS, STALLED
+from tests.promtool.fleet import KEY, Level, Run, case_of, jump
+from tests.promtool.histories import BEGIN, CRASH, HALT, LOOP, MISSING, OVERDUE, RENDEZVOUS, STALLED, STARTUP
 from tests.promtool.test_alert_rules import QUICK
+from tests.promtool.test_endings import seconds_of
 
 HOUR = 3_600
 FRESH = "NvrxSilentFreshStart"
+LAST_ROOT = "Last root: rank 3 (exception)."
+Events = Sequence[tuple[float, str]]
 OWNED = (*KEY, "severity", "team", "priority")
 RULES = generate.rules_file(Values())
 RANKS: dict[tuple[str, ...], Level] = {(catalog.DEVICES.name, "seen"): 0}
@@ -47,8 +53,8 @@ def test_alerts_carry_whose_run_it_is_also_long_after_its_pod() -> None:
         owned(nobody, "critical", team="none", priority="prod"),
         owned(unknown, "critical", team="none", priority="prod"),
     )
-    told = tuple(Expectation(at_s=at, alert=HALT, firing=firing) for at in (960, HOUR, 20 * HOUR))
-    case = case_of("owners", [nlp, dev, nobody, unknown], told, 20 * HOUR)
+    told = tuple(Expectation(at_s=at, alert=HALT, firing=firing) for at in (960, HOUR, 6 * HOUR))
+    case = case_of("owners", [nlp, dev, nobody, unknown], told, 6 * HOUR)
     outcome = promtool.run(RULES, [case], 240, OWNED)
     assert outcome.passed, outcome.output
 
@@ -79,105 +85,111 @@ def test_every_alert_can_be_routed_by_owner() -> None:
         assert not [item["alert"] for item in rules if not {"severity", "team", "priority"} <= set(item["labels"])]
 
 
-def said(run: Run, alert: str, at_s: int, field: str, interval_s: int = 15) -> str:
-    """One annotation of the one alert of a run."""
-    text = promtool.alert_text(
-        generate.rules_file(QUICK), case_of("x", [run], (), at_s + 60), interval_s, (alert, at_s)
-    )
-    found = re.findall(rf'{field}="([^"]*)"', text)
-    assert len(found) == 1, text
-    return str(found[0])
+@dataclass(frozen=True, kw_only=True)
+class Saying:
+    """What an alert says of a run at a moment. `field`: an annotation."""
+
+    run: Run
+    alert: str
+    at_s: int
+    field: str
+    begins: str
+    """How the annotation begins; empty: it says nothing at all."""
+    holds: str = ""
+    lacks: str = "\n"
 
 
-@pytest.mark.parametrize(
-    ("alert", "events", "levels"),
-    [(CRASH, LOOP, {}), (HALT, HALTED, {}), (HALT, HALTED, {"pods": GONE})],
-    ids=["loops", "halted", "halted-and-gone"],
-)
-def test_a_loop_says_what_failed_and_what_is_durable(alert: str, events: list, levels: dict) -> None:  # type: ignore[type-arg]  # a Run's fields
-    """The newest fault of those that there were, and the step that a new start would go on from."""
-    text = said(Run("loop", events, levels=ROOT, **levels), alert, 2_400, "description", 60)
-    assert "Last root: rank 3 (exception)." in text
-    assert "Newest durable step: 40." in text
+def says(name: str, alert: str, events: Events, at_s: int, begins: str, **more: Any) -> Saying:
+    """One line of the tables below. `more`: fields of the run, `field`, `holds`, `lacks`."""
+    told = {key: more.pop(key) for key in ("field", "holds", "lacks") if key in more}
+    run = Run(name, events, **more)
+    return Saying(run=run, alert=alert, at_s=at_s, begins=begins, **{"field": "description", **told})
 
 
-def test_a_loop_says_that_nothing_is_durable() -> None:
-    """No step, and a page that names none."""
-    text = said(Run("loop", LOOP, levels={(catalog.CHECKPOINT_STEP.name, "durable"): -1}), CRASH, 840, "description")
-    assert "No step is durable." in text and "Newest" not in text
+def halted_by(reason: str, at_s: float) -> dict[tuple[str, ...], Level]:
+    """A halt for one reason."""
+    stamps: dict[tuple[str, ...], Level] = {(catalog.HALTED_TIMESTAMP.name, each): 0 for each in ("cap", "operator")}
+    return {**ROOT, **stamps, (catalog.HALTED_TIMESTAMP.name, reason): jump(at_s, 0, at_s)}
 
 
-@pytest.mark.parametrize(
-    ("reason", "sentence"),
-    [
-        ("cap", "Retries are used up. Last root: rank 3 (exception)."),
-        ("incurable", "No restart can cure the fault. Last root: rank 3 (exception)."),
-        ("operator", "An operator halted it."),
-        ("brake", "The brake halted it."),
-    ],
-)
-def test_a_halt_says_the_one_reason(reason: str, sentence: str) -> None:
-    """Nothing of the other reasons, and the time to the second."""
-    halted = {(catalog.HALTED_TIMESTAMP.name, each): 0 for each in ("cap", "operator")}
-    halted |= {(catalog.HALTED_TIMESTAMP.name, reason): lambda now: 660.658 if now >= 660.658 else 0}  # type: ignore[dict-item]  # a level
-    run = Run("halt", [*BEGIN, (600, "fault"), (660.658, "halted")], levels={**ROOT, **halted})
-    text = said(run, HALT, 840, "description")
-    assert text.startswith(f"{sentence} The launcher ends with exit code 93: "), text
-    since = "Run halt is halted (" + reason + ") since 1970-01-01 00:11:00 UTC and will not restart."
-    assert said(run, HALT, 840, "summary") == since
+def idle(name: str, alert: str, events: Events, at_s: int, held: str, **more: Any) -> Saying:
+    """What it says of devices."""
+    return says(f"idle-{name}", alert, events, at_s, held, field="idle", **more)
 
 
-def test_a_run_that_vanished_is_looked_for_on_its_host() -> None:
-    """The node of its leader, an hour after its last word."""
-    text = said(Run("gone", BEGIN, pods=(("pod-0", 0, 600),)), MISSING, HOUR, "description", 60)
-    assert text.startswith("Its launcher was on host-7. ")
-
-
-@pytest.mark.parametrize(
-    ("alert", "events", "at_s", "levels", "idle"),
-    [
-        (CRASH, LOOP, 840, {}, "4 GPUs held"),
-        (CRASH, LOOP, 840, RANKS, "4 ranks held"),
-        (CRASH, LOOP, 840, {(catalog.WORLD_SIZE_CONFIGURED.name,): 1}, "1 GPU held"),
-        (CRASH, HALTED, 840, {}, ""),
-        (HALT, HALTED, 840, {}, ""),
-        (STALLED, [*BEGIN, (600, "stop")], 1_200, {}, "4 GPUs held"),
-        (OVERDUE, [*BEGIN, (600, "fault")], 2_340, RANKS, "4 ranks held"),
-        (RENDEZVOUS, [*BEGIN, (600, "rendezvous")], 1_200, {}, "4 GPUs held"),
-        ("NvrxStartupOverdue", [(60, "start")], 2_340, {}, "4 GPUs held"),
-        ("NvrxWorldShrunk", BEGIN, 1_200, {(catalog.WORLD_SIZE.name,): 3}, ""),
-        (
-            FRESH,
-            [*BEGIN, (570, "fault"), (580, "redo")],
+FAULT = [*BEGIN, (600, "fault"), (660.658, "halted")]
+WHY = {
+    "cap": "Retries are used up. Last root: rank 3 (exception). The launcher ends with exit code 93: ",
+    "incurable": "No restart can cure the fault. Last root: rank 3 (exception). The launcher ends with exit code 93: ",
+    "operator": "An operator halted it. The launcher ends with exit code 93: ",
+    "brake": "The brake halted it. The launcher ends with exit code 93: ",
+}
+UNSAVED: dict[tuple[str, ...], Level] = {(catalog.CHECKPOINT_STEP.name, "durable"): -1}
+LOST: dict[tuple[str, ...], Level] = {(catalog.FRESH_STARTS.name, "lost"): jump(580, 0, 1)}
+SAVED: dict[tuple[str, ...], Level] = {**LOST, (catalog.SAVES.name, "durable", "committed"): 3}
+REDOES, SHRUNK = [*BEGIN, (570, "fault"), (580, "redo")], {(catalog.WORLD_SIZE.name,): 3}
+ALONE, STOPPED = {(catalog.WORLD_SIZE_CONFIGURED.name,): 1}, (("pod-0", 0, 600),)
+SAYINGS = [
+    says("loops", CRASH, LOOP, 840, f"{LAST_ROOT} Attempts", levels=ROOT, holds="durable step: 40.", lacks="halted"),
+    says("loops-later", CRASH, LOOP, 2_340, LAST_ROOT, levels=ROOT, holds="looks busy"),
+    says("loops-unsaved", CRASH, LOOP, 840, "Last root: ", levels=UNSAVED, holds="No step is durable.", lacks="Newest"),
+    says("halted", CRASH, HALTED, 840, LAST_ROOT, levels=ROOT, holds="has been halted since", lacks="looks busy"),
+    says("halted-gone", HALT, HALTED, 2_340, "Retries", levels=ROOT, holds=f"{LAST_ROOT} The", pods=GONE),
+    says("halted-saved", HALT, HALTED, 2_340, "Retries", levels=ROOT, holds="Newest durable step: 40.", pods=GONE),
+    *(
+        says(f"by-{reason}", HALT, FAULT, 840, text, levels=halted_by(reason, 660.658), lacks="operator or")
+        for reason, text in WHY.items()
+    ),
+    *(
+        says(
+            f"since-{reason}",
+            HALT,
+            FAULT,
             840,
-            {(catalog.FRESH_STARTS.name, "lost"): jump(580, 0, 1)},
-            "",
-        ),
-    ],
-)
-def test_idle_is_what_is_held_and_trains_nothing(
-    alert: str, events: list[tuple[float, str]], at_s: int, levels: dict[tuple[str, ...], Level], idle: str
-) -> None:
-    """Of a run that ended, that trains, or that does old steps again nothing is idle; without a GPU it is ranks."""
-    assert said(Run("run", events, levels=levels), alert, at_s, "idle", 30) == idle
+            f"Run since-{reason} is halted ({reason}) since 1970-01-01 00:11:00 UTC and will not restart.",
+            field="summary",
+            levels=halted_by(reason, 660.658),
+        )
+        for reason in WHY
+    ),
+    says("vanished", MISSING, BEGIN, 2_340, "Its launcher was on host-7. ", pods=STOPPED),
+    says("fresh", FRESH, BEGIN, 840, "No checkpoint was durable yet: the steps before", levels=LOST, lacks="retention"),
+    says("fresh-saved", FRESH, BEGIN, 840, "No checkpoint was loaded.", levels=SAVED, holds="before retention"),
+    idle("loop", CRASH, LOOP, 840, "4 GPUs held"),
+    idle("loop-on-cpu", CRASH, LOOP, 840, "4 ranks held", levels=RANKS),
+    idle("loop-of-one", CRASH, LOOP, 840, "1 GPU held", levels=ALONE),
+    idle("halted-loop", CRASH, HALTED, 840, ""),
+    idle("halted", HALT, HALTED, 840, ""),
+    idle("stalled", STALLED, [*BEGIN, (600, "stop")], 1_200, "4 GPUs held"),
+    idle("overdue", OVERDUE, [*BEGIN, (600, "fault")], 2_340, "4 ranks held", levels=RANKS),
+    idle("rendezvous", RENDEZVOUS, [*BEGIN, (600, "rendezvous")], 1_200, "4 GPUs held"),
+    idle("starting", STARTUP, [(60, "start")], 2_340, "4 GPUs held"),
+    idle("shrunk", "NvrxWorldShrunk", BEGIN, 1_200, "", levels=SHRUNK),
+    idle("redoing", FRESH, REDOES, 840, "", levels=LOST),
+    idle("vanished", MISSING, BEGIN, 1_200, "", pods=STOPPED),
+]
 
 
-def test_of_a_run_that_vanished_nothing_is_said_to_be_idle() -> None:
-    """Whether it trains is not known."""
-    assert said(Run("gone", BEGIN, pods=(("pod-0", 0, 600), ("late", HOUR, END))), MISSING, 1_200, "idle", 60) == ""
+@pytest.fixture(scope="module")
+def texts() -> dict[tuple[str, str, int], str]:
+    """(run, alert, moment) -> labels and annotations, all of them side by side."""
+    asked = {(item.alert, item.at_s) for item in SAYINGS}
+    case = case_of("texts", [item.run for item in SAYINGS], (), max(at for _, at in asked) + 60)
+    found = {}
+    for part in re.split(r"(?=alertname: )", promtool.alert_text(generate.rules_file(QUICK), case, 30, *asked))[1:]:
+        head = re.match(r"alertname: (\w+), time: (\S+),", part)
+        assert head is not None, part[:200]
+        for run, text in re.findall(r'run="([\w-]+)", severity.*?\n\s*Annotations:(.*?)\n', part):
+            found[run, head.group(1), seconds_of(head.group(2))] = text
+    return found
 
 
-@pytest.mark.parametrize(
-    ("num_saved", "sentence"),
-    [
-        (0, "No checkpoint was durable yet: the steps before are done again."),
-        (3, "No checkpoint was loaded. If nobody"),
-    ],
-)
-def test_a_fresh_start_speaks_of_old_checkpoints_only_where_there_were_any(num_saved: int, sentence: str) -> None:
-    """Before the first durable one there is nothing that retention could remove."""
-    saved = (catalog.SAVES.name, "durable", "committed")
-    levels: dict[tuple[str, ...], Level] = {(catalog.FRESH_STARTS.name, "lost"): jump(580, 0, 1), saved: num_saved}
-    text = said(Run("fresh", BEGIN, levels=levels), FRESH, 840, "description")
-    assert text.startswith(sentence)
-    assert ("retention" in text) == (num_saved > 0)
+@pytest.mark.parametrize("item", SAYINGS, ids=lambda item: item.run.name)
+def test_a_page_says_what_a_woken_person_needs(item: Saying, texts: dict[tuple[str, str, int], str]) -> None:
+    """What failed, what is durable, which one reason; idle is only what is held and trains nothing: not of a run that
+    ended, trains, does old steps again, or does not answer."""
+    text = texts[item.run.name, item.alert, item.at_s]
+    said = re.search(rf'\b{item.field}="([^"]*)"', text)
+    assert said is not None, text
+    assert said.group(1).startswith(item.begins) and bool(said.group(1)) == bool(item.begins), text
+    assert item.holds in said.group(1) and item.lacks not in said.group(1), text

@@ -200,25 +200,6 @@ def test_goodput_burns_slowly() -> None:
 # --- severity, texts, memory ---------------------------------------------------------------------------------
 
 
-def test_a_dev_run_never_pages() -> None:
-    """Its critical alerts are warnings, also long after its pod is gone; a prod run of the same name keeps its own."""
-    halted = [*LOOP, (721, "halted")]
-    pods = (("pod-0", 0, 1_000),)
-    dev = Run("toy", halted, priority="dev", pods=pods)
-    prod = Run("toy", halted, namespace="research", pods=pods)
-    rules = yaml.safe_load(generate.rules_file(Values()))
-    asked = []
-    for severity in ("critical", "warning"):
-        name = f"halted_{severity}"
-        expr = f'ALERTS{{alertname="NvrxRunHalted",alertstate="firing",severity="{severity}"}}'
-        rules["groups"][0]["rules"].append({"alert": name, "expr": expr})
-        run = prod if severity == "critical" else dev
-        asked += [Expectation(at_s=at, alert=name, firing=(run.labels(),)) for at in (1_200, HOUR, 6 * HOUR)]
-    case = case_of("dev", [dev, prod], tuple(asked), 6 * HOUR)
-    outcome = promtool.run(yaml.safe_dump(rules), [case], 240, KEY)
-    assert outcome.passed, outcome.output
-
-
 def test_a_halted_run_is_remembered_for_long_and_then_forgotten() -> None:
     """Hours after its pod the page still stands; past `halted_memory_s` it is gone, a vanished run's sooner."""
     values = Values(halted_memory_s=12 * HOUR, missing_memory_s=2 * HOUR)
@@ -350,7 +331,7 @@ def test_every_alert_says_what_a_woken_person_asks() -> None:
         generate.rules_file(Values()), case_of("text", [loop], (), 900), 15, (rule["alert"], 840)
     )
     for text in (
-        'namespace="ml", priority="prod", run="loop", severity="critical"}',
+        'namespace="ml", priority="prod", run="loop", severity="critical", team="none"}',
         "Run loop is crash looping: 3 attempts without progress.",
         "Last root: rank 3.",
         "last new step 4m 0s ago",

@@ -365,6 +365,7 @@ def test_decide_is_total(
     assert (decision.layer is Layer.JOB) == (decision.action is Action.STOP)
     assert set(decision.budget_used) == set(decision.budget_limit) == {cap.value for cap in Cap} - {Cap.LIFETIME.value}
     assert decision.cap is None or decision.action is Action.STOP
+    assert decision.event().is_capped is (decision.cap is not None)
     assert not decision.is_excluding or (can_exclude and decision.layer is Layer.WORKER)
 
 
