@@ -59,10 +59,11 @@ def _classes(q: Query) -> tuple[Panel, ...]:
     }
     still_open = f"{total['opened']} - {total['recovered']} - {total['exhausted']}"
     seen = f"and {opened} > 0"
+    ago = f"min by (fault) ({q.shown_age(q.latest(catalog.FAULT_TIMESTAMP, 'fault') + ' > 0')})"
     return (
         table(
             "By fault class", "Incidents of the chosen time range by the class of the fault that opened them; open "
-            "ones are those open now.", 14,
+            "ones are those open now. Newest: how long ago a fault of the class was last detected.", 14,
             [
                 Column(title="Fault", label="fault"),
                 Column(title="Opened", expr=f"{opened} > 0", decimals=WHOLE),
@@ -71,6 +72,7 @@ def _classes(q: Query) -> tuple[Panel, ...]:
                 Column(title="Open", expr=f"{still_open} {seen}", decimals=WHOLE),
                 Column(title="Success rate", expr=f"{recovered} / (({recovered} + {exhausted}) > 0)", unit=PERCENTAGE,
                        decimals=1),
+                Column(title="Newest", expr=f"{ago} {seen}", unit="s", decimals=WHOLE),
             ],
             sort_by="Opened", no_value="no incident",
         ),

@@ -157,7 +157,7 @@ def test_the_facts_of_the_recorded_page_are_those_of_the_run() -> None:
     assert facts["verdict"] == "crash loop: no progress"
     assert re.fullmatch(r"last new step .+ ago", facts["progress"])
     assert re.fullmatch(r"rank 0 on \S+", facts["culprit"])
-    assert re.fullmatch(r"1 GPUs held", facts["idle"])
+    assert re.fullmatch(r"1 rank held", facts["idle"])
     assert "resolved" not in facts or not facts["resolved"]
 
 
