@@ -59,7 +59,7 @@ def _classes(q: Query) -> tuple[Panel, ...]:
     }
     still_open = f"{total['opened']} - {total['recovered']} - {total['exhausted']}"
     seen = f"and {opened} > 0"
-    ago = f"min by (fault) ({q.shown_age(q.latest(catalog.FAULT_TIMESTAMP, 'fault') + ' > 0')})"
+    ago = f"min by (fault) ({q.age(q.latest(catalog.FAULT_TIMESTAMP, 'fault') + ' > 0')})"
     return (
         table(
             "By fault class", "Incidents of the chosen time range by the class of the fault that opened them; open "
