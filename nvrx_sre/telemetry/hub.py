@@ -252,6 +252,8 @@ class Telemetry:
         if not self.server.num_scrapes:
             return False
         try:
+            for sink in self._reporters:  # what happened before is shown before
+                self.boundary.call(Component.REPORTER, sink.flush, self.limits.telemetry.exporter_timeout_s)
             say(f"metrics stay up to {timeout_s:g} s for the last scrape; Ctrl-C ends it")
             return self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s)
         except KeyboardInterrupt:
