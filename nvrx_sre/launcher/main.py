@@ -45,6 +45,7 @@ from nvrx_sre.launcher.past import Past, read_past
 from nvrx_sre.launcher.refusal import turn_away
 from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
+from nvrx_sre.launcher.signals import ended_by_signals
 from nvrx_sre.launcher.token import make_token
 from nvrx_sre.policy.membership import members
 from nvrx_sre.telemetry.boundary import Boundary
@@ -155,7 +156,8 @@ def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunRe
         summary = telemetry.summary(clock.wall_ns())
         unwritten = write_summary(directory.summary, config.summary, summary)
         if config.linger and stop.exit_code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART):
-            telemetry.linger(config.limits.telemetry.metrics_linger_s, start.say)
+            with ended_by_signals():  # the run has ended, with an exit code of its own
+                telemetry.linger(config.limits.telemetry.metrics_linger_s, start.say)
         return RunReport(
             exit_code=stop.exit_code,
             reason=f"{stop.reason}{unwritten}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from types import FrameType
 
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -37,6 +38,21 @@ class SignalPipe:
         signal.set_wakeup_fd(self._old_wakeup)
         os.close(self._read)
         os.close(self._write)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Whatever is waited for within ends with the next watched signal, quietly. Main thread only.
+
+    Also where the launcher was started with SIGINT ignored, as shells do with what a script runs in the background.
+    """
+    old = {number: signal.signal(number, signal.default_int_handler) for number in WATCHED}
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def _no_op(signum: int, frame: FrameType | None) -> None:

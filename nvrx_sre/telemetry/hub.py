@@ -245,19 +245,16 @@ class Telemetry:
             return self.summary_fold.to_dict(now_ns, dropped=dropped, spans=self.spans.num_finished)
 
     def linger(self, timeout_s: float, say: Callable[[str], None] = lambda _: None) -> bool:
-        """After a terminal exit: keep answering until two more scrapes came, at most `timeout_s`; Ctrl-C ends it.
+        """After a terminal exit: keep answering until two more scrapes came, at most `timeout_s`.
 
         Returns at once if nobody ever scraped, else `say` takes a line about it first. True if the end was seen.
         """
         if not self.server.num_scrapes:
             return False
-        try:
-            for sink in self._reporters:  # what happened before is shown before
-                self.boundary.call(Component.REPORTER, sink.flush, self.limits.telemetry.exporter_timeout_s)
-            say(f"metrics stay up to {timeout_s:g} s for the last scrape; Ctrl-C ends it")
-            return self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s)
-        except KeyboardInterrupt:
-            return False  # the run has ended, with an exit code of its own
+        for sink in self._reporters:  # what happened before is shown before
+            self.boundary.call(Component.REPORTER, sink.flush, self.limits.telemetry.exporter_timeout_s)
+        say(f"metrics stay up to {timeout_s:g} s for the last scrape; Ctrl-C ends it")
+        return self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s)
 
     def close(self) -> None:
         """Write out the journal, flush every sink, all within one bound, and stop the endpoint. Never raises."""

@@ -97,15 +97,19 @@ def scraped(url: str) -> str:
         return text
 
 
+SIGINT_IGNORED = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """A run of 24 steps that ended well, with checkpoints of steps 8 and 24, and 16 unless the writer was busy.
 
-    It was scraped, and Ctrl-C kept it from waiting for another one. `output` begins with what it said of that.
+    It was scraped, and Ctrl-C kept it from waiting for another one, though it was started as shells start what runs in
+    the background of a script. `output` begins with what it said of that.
     """
     run_dir = tmp_path_factory.mktemp("finished") / f"exit-finished-{os.getpid()}"
     arguments = train_arguments(run_dir, "--nproc", "2", "--standbys", "0", "--metrics-linger", "600")
-    popen = start(arguments, **private_temporary(run_dir))
+    popen = start(arguments, prefix=SIGINT_IGNORED, **private_temporary(run_dir))
     wait_for(run_dir, popen, lambda record: isinstance(record.event, GenerationFormed))
     scraped(metrics_url(run_dir))
     assert popen.stdout is not None
