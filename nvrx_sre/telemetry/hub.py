@@ -251,20 +251,15 @@ class Telemetry:
         """
         if not self.server.num_scrapes:
             return False
-        for sink in self._reporters:  # what happened before is shown before
-            self.boundary.call(Component.REPORTER, sink.flush, self.limits.telemetry.exporter_timeout_s)
+        self._flush_sinks()  # what happened before is shown before, and what failed is in the last scrapes
         say(f"metrics stay up to {timeout_s:g} s for the last scrape; Ctrl-C ends it")
         return self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s)
 
     def close(self) -> None:
         """Write out the journal, flush every sink, all within one bound, and stop the endpoint. Never raises."""
-        until_ns = self.clock.monotonic_ns() + to_ns(self.limits.telemetry.exporter_timeout_s)
-        sinks: list[SinkThread[Any]] = [*self._reporters, self._log_sink, self._span_sink]
-        sinks += [self._note_sink] if self._otlp_sink is None else [self._otlp_sink, self._note_sink]
-        for sink in sinks:
-            self.boundary.call(Component.OTHER, sink.hurry)
+        until_ns = self._sinks_until_ns()
         self.boundary.call(Component.OTHER, self.journal.close, self._journal_patience_s())
-        for sink in sinks:
+        for sink in self._sinks():
             self.boundary.call(Component.OTHER, sink.close, max(0.0, seconds(until_ns - self.clock.monotonic_ns())))
         self.boundary.call(Component.METRICS, self.server.close)
         if self._log is not None:
@@ -289,6 +284,22 @@ class Telemetry:
         return " ".join(text.split())[:ERROR_CHARS]
 
     # --- inside -------------------------------------------------------------------------------------------
+
+    def _sinks(self) -> list[SinkThread[Any]]:
+        """All of them; that of the log's notes last, since the others tell it what failed."""
+        sinks: list[SinkThread[Any]] = [*self._reporters, self._log_sink, self._span_sink]
+        return sinks + ([self._note_sink] if self._otlp_sink is None else [self._otlp_sink, self._note_sink])
+
+    def _sinks_until_ns(self) -> int:
+        """They work at once from now on; the one bound that they share."""
+        for sink in self._sinks():
+            self.boundary.call(Component.OTHER, sink.hurry)
+        return self.clock.monotonic_ns() + to_ns(self.limits.telemetry.exporter_timeout_s)
+
+    def _flush_sinks(self) -> None:
+        until_ns = self._sinks_until_ns()
+        for sink in self._sinks():
+            self.boundary.call(Component.OTHER, sink.flush, max(0.0, seconds(until_ns - self.clock.monotonic_ns())))
 
     def _fold(self, record: Record) -> list[FollowUp]:
         """The pure folds, in their order, under the lock of the scraping threads."""

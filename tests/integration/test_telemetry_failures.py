@@ -101,7 +101,9 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
         # Each answer that the collector owes, and the exit with it, is waited for as long as in any run.
         limits = run_dir.parent / "limits.toml"
         limits.write_text(re.sub("^exporter_timeout_s.*", "", Path(PATIENT[1]).read_text(), flags=re.MULTILINE))
-        arguments = train_arguments(run_dir, *faults, "--otlp-endpoint", endpoint, "--config", str(limits))
+        # It stays until two of the scrapes that were asked for after its end are answered.
+        options = ("--otlp-endpoint", endpoint, "--config", str(limits), "--metrics-linger", "600")
+        arguments = train_arguments(run_dir, *faults, *options)
         mount = f"mount -t tmpfs -o size=8k none {run_dir / 'journal'}"
         popen = start(arguments, "tests.integration.broken_telemetry", prefix=mounted(mount))
         storm = Storm(wait_for_url(run_dir, popen))
