@@ -10,7 +10,7 @@ Asked before training (`check`), and again for what comes into being later. Must
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -69,8 +69,9 @@ def _refuse_hidden_state(tracked: Mapping[str, object], wrappers: Iterable[nn.Mo
                 f"optimizer {name!r} cannot be saved: {type(optimizer).__name__} has a state_dict() of its own; "
                 "use one that keeps all its state in `state` and `param_groups`"
             )
-        for attribute, inner in _inner_optimizers(optimizer):
-            if inner.state is not optimizer.state and not any(inner is value for value in tracked.values()):
+        for attribute, inner in tracking.held_by(optimizer):
+            is_hidden = isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
+            if is_hidden and not any(inner is value for value in tracked.values()):
                 raise UserError(
                     f"optimizer {name!r} steps another one, `{attribute}`, whose state would be lost: "
                     "give that one to ctx.track() as well"
@@ -86,15 +87,6 @@ def _refuse_hidden_state(tracked: Mapping[str, object], wrappers: Iterable[nn.Mo
                     f"module {f'{name}.{path}'.rstrip('.')!r} cannot be saved: state_dict() of {type(inner).__name__} "
                     f"adds {listed(hidden)}: make it a buffer, or return it from get_extra_state()"
                 )
-
-
-def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Optimizers that it has as attributes, or in a list, tuple or dict of its own."""
-    for attribute, value in vars(optimizer).items():
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        for part in parts:
-            if isinstance(part, torch.optim.Optimizer):
-                yield attribute, part
 
 
 def _is_frozen(module: nn.Module) -> bool:

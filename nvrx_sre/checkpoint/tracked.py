@@ -47,6 +47,14 @@ def is_restorable(value: object) -> bool:
     return is_stateful(value) or isinstance(value, torch.Tensor | dict | list)
 
 
+def held_by(holder: object) -> Iterator[tuple[str, object]]:
+    """(attribute, object) of what an object has of its own, one by one where that is a list, tuple or dict."""
+    for attribute, value in getattr(holder, "__dict__", {}).items():
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for part in parts:
+            yield attribute, part
+
+
 def modules(tracked: Mapping[str, object]) -> Iterator[tuple[str, nn.Module]]:
     """Tracked modules by name."""
     for name, value in tracked.items():

@@ -7,8 +7,8 @@
 Another tracked object may hold it, and save it in its own `state_dict`; a scheduler holds its optimizer and does not
 save it. Optimizers over anything else (an attack on the inputs, a fit on the side) are nobody's business.
 
-Schedulers are looked for once a run, since that takes a look at every object there is: some 50 ms, which no recovery
-should take. Thread safety: main thread.
+Schedulers are looked for once a run, since that takes a look at every object there is: 55 ms for the 244,000 of a process
+that has imported torch and FSDP, which no recovery should take. Thread safety: main thread.
 """
 
 from __future__ import annotations
@@ -97,11 +97,7 @@ class TrackingWatch:
 def _may_save(holder: object, item: object) -> bool:
     if not tracking.is_stateful(holder) or (isinstance(holder, LRScheduler) and not isinstance(item, LRScheduler)):
         return False
-    for value in getattr(holder, "__dict__", {}).values():
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        if any(part is item for part in parts):
-            return True
-    return False
+    return any(part is item for _, part in tracking.held_by(holder))
 
 
 def _schedulers() -> Iterator[LRScheduler]:

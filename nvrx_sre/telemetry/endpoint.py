@@ -42,8 +42,6 @@ REQUEST_TIMEOUT_S = 10.0
 """Longest life of a connection, however slow the client is."""
 REST_FACTOR = 9
 """A rendering may take a tenth of the time, however many scrape: the launcher's loop shares the interpreter with it."""
-SIGNAL_WAIT_S = 0.5
-"""Longest single wait of the main thread: a signal that comes as a wait begins ends it no sooner (CPython)."""
 MAX_REST_S = 0.2
 """Longest rest; a rendering that was slow waited for a disk."""
 MAX_KEPT = 4
@@ -206,17 +204,10 @@ class MetricsServer:
 
         What was asked for before may show the state before. One caller at a time.
         """
-        clock = SystemClock()
-        until_ns = clock.monotonic_ns() + to_ns(timeout_s)
         with self._scraped:
             self.wait_number += 1
             self._num_since_wait = 0
-            while self._num_since_wait < count:
-                left_s = seconds(until_ns - clock.monotonic_ns())
-                if left_s <= 0:
-                    return False
-                self._scraped.wait(min(left_s, SIGNAL_WAIT_S))
-            return True
+            return self._scraped.wait_for(lambda: self._num_since_wait >= count, timeout_s)
 
     def close(self) -> None:
         """Stop listening. Requests under way end with the process."""

@@ -108,17 +108,23 @@ def test_nobody_goes_before_every_node_is_there() -> None:
     assert opened(driven) == [4]
 
 
-def test_a_node_that_never_comes_ends_the_run_retryable() -> None:
-    """Exit 75 with the node's number, after the limit and not before."""
-    driven = launched()
-    for spawn in driven.all(c.Spawn):
-        driven.start_child(spawn.child)
+def waited_in_vain(driven: DrivenMachine) -> c.Stop:
+    """How a run ends that a node did not come to: after `join_s`, and not before."""
     driven.wait(59)
     assert not driven.all(c.Stop)
     driven.wait(2)
     for spawn in driven.all(c.Spawn):
         driven.kill(spawn.child)
     (stop,) = driven.all(c.Stop)
+    return stop
+
+
+def test_a_node_that_never_comes_ends_the_run_retryable() -> None:
+    """Exit 75 with the node's number, after the limit and not before."""
+    driven = launched()
+    for spawn in driven.all(c.Spawn):
+        driven.start_child(spawn.child)
+    stop = waited_in_vain(driven)
     assert (stop.exit_code, stop.reason.split(";")[0]) == (75, "node 1 did not come within 60 s")
 
 
@@ -128,12 +134,7 @@ def test_a_node_that_was_refused_and_did_not_come_since_is_not_waited_for_again(
     for spawn in driven.all(c.Spawn):
         driven.start_child(spawn.child)
     driven.feed(c.NodeRefused(node=1, reason="--keep is 3 here and 5 there"))
-    driven.wait(59)
-    assert not driven.all(c.Stop)
-    driven.wait(2)
-    for spawn in driven.all(c.Spawn):
-        driven.kill(spawn.child)
-    (stop,) = driven.all(c.Stop)
+    stop = waited_in_vain(driven)
     assert (stop.exit_code, stop.reason.split("; durable")[0]) == (
         78,
         "node 1 did not come within 60 s; node 1 was refused: --keep is 3 here and 5 there",

@@ -80,11 +80,12 @@ def test_what_is_tracked_steps(model: nn.Module) -> None:
     """Itself, or within an object that has it in its state."""
     optimizer, other = sgd(model), sgd(model)
     scheduler = ExponentialLR(optimizer, 0.9)
-    with watching(model=model, optimizer=optimizer, scheduler=scheduler, both=Wrapped(other)):
-        optimizer.step()
-        other.step()
-        scheduler.step()
-    assert scheduler.last_epoch == 1
+    with watching(model=model, optimizer=optimizer, scheduler=scheduler, both=Wrapped(other)) as commits:
+        for commits.num in range(2):
+            optimizer.step()
+            other.step()
+            scheduler.step()
+    assert scheduler.last_epoch == 2
 
 
 @pytest.mark.parametrize("form", [list, tuple, lambda items: dict(enumerate(items))])
@@ -93,8 +94,15 @@ def test_an_object_may_keep_several_optimizers(model: nn.Module, form: Any) -> N
     first, second = sgd(model), sgd(model)
     holder = Wrapped(first)
     holder.optimizers = form([first, second])  # type: ignore[attr-defined]  # a stranger's own
-    with watching(model=model, holder=holder):
+    with watching(model=model, holder=holder) as commits:
         second.step()
+        commits.num = 1
+        second.step()
+        strange = sgd(model)
+        strange.step()
+        commits.num = 2
+        with pytest.raises(UserError, match="SGD trains 'model'"):
+            strange.step()
 
 
 def test_all_schedulers_are_looked_for_at_once(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,9 +120,11 @@ def test_an_optimizer_over_something_else_is_let_be(model: nn.Module) -> None:
     """An attack on the inputs makes one at each step, and has nothing to restore."""
     inputs = torch.zeros(2, requires_grad=True)
     inputs.grad = torch.ones(2)
-    with watching(model=model):
-        torch.optim.SGD([inputs], lr=1.0).step()
-    assert inputs.tolist() == [-1.0, -1.0]
+    attack = torch.optim.SGD([inputs], lr=1.0)
+    with watching(model=model) as commits:
+        for commits.num in range(2):
+            attack.step()
+    assert inputs.tolist() == [-2.0, -2.0]
 
 
 @pytest.mark.parametrize("kept", [False, True])
