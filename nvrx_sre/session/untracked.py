@@ -7,8 +7,8 @@
 Another tracked object may hold it, and save it in its own `state_dict`; a scheduler holds its optimizer and does not
 save it. Optimizers over anything else (an attack on the inputs, a fit on the side) are nobody's business.
 
-Schedulers are looked for once a run, since that takes a look at every object there is: 55 ms for the 244,000 of a process
-that has imported torch and FSDP, which no recovery should take. Thread safety: main thread.
+Schedulers are looked for once a run, since that takes a look at every object there is: 55 ms for the 244,000 of a
+process that has imported torch and FSDP, which no recovery should take. Thread safety: main thread.
 """
 
 from __future__ import annotations
