@@ -15,11 +15,11 @@ from pathlib import Path
 import click
 
 from nvrx_sre.cli.pairs import pairs_of
-from nvrx_sre.cli.serving import stop_signals
 from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import ExitCode, StorageError, UsageError
 from nvrx_sre.core.identity import RUN_FILE, recorded_run
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.core.tls import server_context
 from nvrx_sre.events.schema import HaltReason
 from nvrx_sre.launcher.braking import read_consent
@@ -121,7 +121,7 @@ def command(
     )
     with contextlib.closing(served):
         server = BrakeServer(config, Brake(policy, DirectoryStore(root.absolute()), clock), metrics, clock, click.echo)
-        with contextlib.closing(server), stop_signals() as stopped:
+        with contextlib.closing(server), contextlib.closing(SignalPipe()) as stopped:
             served.start()
             server.start()
             click.echo(f"brake listens on {server.url}, metrics on {served.url}")

@@ -7,6 +7,7 @@ Must not: import torch, write into the run directory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -17,9 +18,9 @@ import click
 
 from nvrx_sre.cli.halt import existing_journal
 from nvrx_sre.cli.narrate import counted, narrate, rank_text
-from nvrx_sre.cli.serving import stop_signals
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode, UsageError
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.events.codec import to_dict
 from nvrx_sre.events.journal import JournalReader, read_journal
 from nvrx_sre.events.journal_tail import JournalTail
@@ -152,13 +153,14 @@ def _is_over(record: Record) -> bool:
 def _followed(directory: Path) -> Iterator[Record]:
     """Records from the first on, as they come, until the run is over for good or a stop signal arrives."""
     tail = JournalTail(directory)
-    with stop_signals() as stopped:
-        while not stopped.is_set():
+    with contextlib.closing(SignalPipe()) as stopped:
+        is_stopped = False
+        while not is_stopped:
             records = tail.poll()
             yield from records
             if records and _is_over(records[-1]):
                 return
-            stopped.wait(POLL_S)
+            is_stopped = stopped.wait(POLL_S)
 
 
 @click.command("events")

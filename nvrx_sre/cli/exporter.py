@@ -16,9 +16,9 @@ from pathlib import Path
 import click
 from prometheus_client import CollectorRegistry
 
-from nvrx_sre.cli.serving import stop_signals
 from nvrx_sre.core.clock import Clock, SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.telemetry.archive import KEEP_S, RunShelf
 from nvrx_sre.telemetry.endpoint import MetricsServer
 
@@ -73,7 +73,7 @@ def command(run_root: Path, host: str, port: int | None, keep_hours: float) -> i
     clock = SystemClock()
     shelf = RunShelf(run_root.absolute(), clock, keep_hours * 3600)
     exporter = Exporter(shelf, (host, port), clock, lambda line: click.echo(line, err=True))
-    with contextlib.closing(exporter.server), stop_signals() as stopped:
+    with contextlib.closing(exporter.server), contextlib.closing(SignalPipe()) as stopped:
         exporter.server.start()
         exporter.turn()
         click.echo(f"serving {exporter.server.url}")

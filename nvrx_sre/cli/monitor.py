@@ -32,9 +32,9 @@ from rich.table import Table
 from nvrx_sre.cli.halt import existing_run
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.cli.run_options import DEFAULT_RUNS
-from nvrx_sre.cli.serving import stop_signals
 from nvrx_sre.core.clock import Clock, SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.core.tls import is_loopback
 from nvrx_sre.launcher.host import node_name
 from nvrx_sre.launcher.rundir import RunDirectory, read_json
@@ -298,7 +298,10 @@ def command(
     watched = Watched([path.absolute() for path in run_dirs], root)
     values = Values() if values_path is None else load_values(values_path)
     console = make_console()
-    with tempfile.TemporaryDirectory(prefix="nvrx-sre-monitor-") as directory, stop_signals() as stopped:
+    with (
+        tempfile.TemporaryDirectory(prefix="nvrx-sre-monitor-") as directory,
+        contextlib.closing(SignalPipe()) as stopped,
+    ):
         rules = Path(directory) / "nvrx-sre.rules.yaml"
         rules.write_text(generate.rules_file(values), encoding="utf-8")
         config = StackConfig(scrape_interval_s=scrape_interval, rules=rules, access=access)

@@ -27,6 +27,7 @@ from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import ExitCode, StorageError, UserError
 from nvrx_sre.core.rng import seeded
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events import packets
 from nvrx_sre.launcher import commands as c
@@ -45,7 +46,6 @@ from nvrx_sre.launcher.node import Node, chosen_interface, parent_environment
 from nvrx_sre.launcher.node_readings import NodeReadings
 from nvrx_sre.launcher.pace import Pace
 from nvrx_sre.launcher.rundir import RunDirectory
-from nvrx_sre.launcher.signals import SignalPipe
 from nvrx_sre.telemetry.follower import FollowerTelemetry
 from nvrx_sre.telemetry.node_board import rank_metrics_in_force
 

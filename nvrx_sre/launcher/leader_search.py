@@ -21,10 +21,10 @@ from nvrx_sre.core.backoff import Backoff
 from nvrx_sre.core.clock import Clock, seconds, to_ns
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.rng import Generator
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.launcher import handshake
 from nvrx_sre.launcher.handshake import Answer, Claims
 from nvrx_sre.launcher.link import Link
-from nvrx_sre.launcher.signals import SignalPipe
 from nvrx_sre.launcher.token import read_token
 
 CONNECT_S = 3.0

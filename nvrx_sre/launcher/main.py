@@ -22,6 +22,7 @@ from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.atomic import json_text, write_json_atomically
 from nvrx_sre.core.clock import Clock, SystemClock
 from nvrx_sre.core.errors import ExitCode, StorageError, Superseded, UserError
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.events.schema import (
     JournalRepaired,
     LauncherStarted,
@@ -45,7 +46,6 @@ from nvrx_sre.launcher.past import Past, read_past
 from nvrx_sre.launcher.refusal import turn_away
 from nvrx_sre.launcher.rundir import Epoch, RunDirectory, config_digest
 from nvrx_sre.launcher.shell import Recorder, Shell
-from nvrx_sre.launcher.signals import ended_by_signals
 from nvrx_sre.launcher.token import make_token
 from nvrx_sre.policy.membership import members
 from nvrx_sre.telemetry.boundary import Boundary
@@ -142,22 +142,23 @@ def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunRe
         start.devices.boundary = telemetry.boundary
         machine_config = _machine_config(config, start.devices)
         machine = Machine(machine_config, past.folds.history, _machine_start(config, past, clock))
-        shell = Shell(config, directory, clock, machine, recorder, epoch.number)
-        shell.loop_turned = telemetry.loop_turned
-        shell.unfit_devices = start.devices.unfit
-        shell.say = start.say
-        if start.links is not None:
-            shell.listen(start.links)
-        with contextlib.closing(HostSampler(telemetry, directory.path, clock, start.devices)) as sampler:
-            shell.tell_ranks = sampler.tell_ranks
-            stop = shell.run()
-        recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
-        telemetry.settle()
-        summary = telemetry.summary(clock.wall_ns())
-        unwritten = write_summary(directory.summary, config.summary, summary)
-        if config.linger and stop.exit_code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART):
-            with ended_by_signals():  # the run has ended, with an exit code of its own
-                telemetry.linger(config.limits.telemetry.metrics_linger_s, start.say)
+        with contextlib.closing(SignalPipe()) as signals:
+            shell = Shell(config, directory, clock, machine, recorder, signals)
+            shell.loop_turned = telemetry.loop_turned
+            shell.unfit_devices = start.devices.unfit
+            shell.say = start.say
+            if start.links is not None:
+                shell.listen(start.links)
+            with contextlib.closing(HostSampler(telemetry, directory.path, clock, start.devices)) as sampler:
+                shell.tell_ranks = sampler.tell_ranks
+                stop = shell.run()
+            recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
+            telemetry.settle()
+            summary = telemetry.summary(clock.wall_ns())
+            unwritten = write_summary(directory.summary, config.summary, summary)
+            if config.linger and stop.exit_code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART):
+                # A signal ends the wait and no more: the run has ended, with an exit code of its own.
+                telemetry.linger(config.limits.telemetry.metrics_linger_s, start.say, signals)
         return RunReport(
             exit_code=stop.exit_code,
             reason=f"{stop.reason}{unwritten}",

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nvrx_sre.core.clock import Clock, seconds, to_ns
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import (
     DecisionUnrecorded,
@@ -35,7 +36,6 @@ from nvrx_sre.launcher.leader_link import LeaderLink, LinkConfig
 from nvrx_sre.launcher.machine import Machine
 from nvrx_sre.launcher.past import LauncherFolds
 from nvrx_sre.launcher.rundir import RunDirectory
-from nvrx_sre.launcher.signals import SignalPipe
 from nvrx_sre.telemetry.boundary import Boundary
 from nvrx_sre.telemetry.hub import Telemetry
 from nvrx_sre.telemetry.node_board import RankReading
@@ -81,7 +81,7 @@ class Recorder:
         self.folds = folds
         """The launcher's own folds; they have seen the journal of earlier epochs."""
         self._run = config.run
-        self._epoch = epoch
+        self.epoch = epoch
         self._clock = clock
         self._telemetry = telemetry
         telemetry.companions = folds.parts
@@ -98,7 +98,7 @@ class Recorder:
             self._seq += 1
             record = Record(
                 run=self._run,
-                epoch=self._epoch,
+                epoch=self.epoch,
                 generation=generation,
                 rank=of_rank,
                 seq=self._seq,
@@ -165,7 +165,13 @@ class Shell:
     """Runs one machine against the real world until it says stop."""
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, clock: Clock, machine: Machine, recorder: Recorder, epoch: int
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        clock: Clock,
+        machine: Machine,
+        recorder: Recorder,
+        signals: SignalPipe,
     ) -> None:
         self.loop_turned: Callable[[], None] = lambda: None
         self.tell_ranks: Callable[[Mapping[int, RankReading], int], None] = lambda _, __: None
@@ -184,12 +190,12 @@ class Shell:
         self._recorder = recorder
         self._inputs: deque[c.Input] = deque()
         self._selector = selectors.DefaultSelector()
-        self._signals = SignalPipe()
+        self._signals = signals
         self._halt_told = False
         self._next_housekeeping_ns = 0
-        self._epoch = epoch
+        self._epoch = recorder.epoch
         self._next_look_ns = 0
-        self.effects = Effects(config, directory, clock, epoch, recorder.emit, self._inputs.append)
+        self.effects = Effects(config, directory, clock, recorder.epoch, recorder.emit, self._inputs.append)
         self.effects.node.slots.num_ranks = machine.ranks_on(OWN_NODE)
         self.effects.passes = recorder.folds.past.passes
         self.effects.await_decision = recorder.await_decision
@@ -219,7 +225,6 @@ class Shell:
             self._selector.close()
             self._watch.close()
             self.effects.close()
-            self._signals.close()
 
     def _turn(self) -> None:
         started_ns = self._clock.monotonic_ns()

@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import os
+import selectors
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -33,6 +36,7 @@ from nvrx_sre.core import http_server
 from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.secret_files import is_one_of, read_secret_lines
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.core.tls import is_loopback, server_context
 from nvrx_sre.telemetry import exposition
 
@@ -166,13 +170,15 @@ class MetricsServer:
         self._registry = registry
         self._health = health
         self._ready = ready
-        self._scraped = threading.Condition()
+        self._lock = threading.Lock()
         self._renderings = SharedAnswers()
         self.num_scrapes = 0
         self.wait_number = 0
         """Waits for scrapes begun so far."""
         self._num_since_wait = 0
         """Scrapes asked for since the newest of them began, and answered."""
+        self._wake: int | None = None
+        """Written to at each of them, while somebody waits."""
         try:
             self._server = http_server.BoundedServer((host, port or 0), _handler(self), LIMITS, tls)
         except OSError as error:
@@ -199,15 +205,39 @@ class MetricsServer:
             self._server.on_refused = lambda reason: on_error(_REFUSALS[reason])
         self._thread.start()
 
-    def wait_for_scrapes(self, count: int, timeout_s: float) -> bool:
-        """Block until `count` scrapes were answered that were asked for after this call; False after `timeout_s`.
+    def wait_for_scrapes(self, count: int, timeout_s: float, signals: SignalPipe | None = None) -> bool:
+        """Block until `count` scrapes were answered that were asked for after this call; True if they were.
 
-        What was asked for before may show the state before. One caller at a time.
+        Ends after `timeout_s`, and with a signal. What was asked for before may show the state before. One caller at a
+        time.
         """
-        with self._scraped:
+        clock = SystemClock()
+        until_ns = clock.monotonic_ns() + to_ns(timeout_s)
+        with selectors.DefaultSelector() as selector, self._waking() as wake:
+            selector.register(wake, selectors.EVENT_READ)
+            if signals is not None:
+                selector.register(signals, selectors.EVENT_READ)
+            while self._num_since_wait < count:
+                ready = selector.select(seconds(max(0, until_ns - clock.monotonic_ns())))
+                if [key.fileobj for key, _ in ready] != [wake]:
+                    break
+                os.eventfd_read(wake)
+            return self._num_since_wait >= count
+
+    @contextlib.contextmanager
+    def _waking(self) -> Iterator[int]:
+        """Counts scrapes from now on, and writes to the descriptor after each."""
+        wake = os.eventfd(0)
+        with self._lock:
             self.wait_number += 1
             self._num_since_wait = 0
-            return self._scraped.wait_for(lambda: self._num_since_wait >= count, timeout_s)
+            self._wake = wake
+        try:
+            yield wake
+        finally:
+            with self._lock:
+                self._wake = None
+            os.close(wake)
 
     def close(self) -> None:
         """Stop listening. Requests under way end with the process."""
@@ -232,11 +262,13 @@ class MetricsServer:
 
     def note_scrape(self, wait_number: int) -> None:
         """A scrape was answered completely. `wait_number`: as it was when it was asked for."""
-        with self._scraped:
+        with self._lock:
             self.num_scrapes += 1
-            if wait_number == self.wait_number:
-                self._num_since_wait += 1
-            self._scraped.notify_all()
+            if wait_number != self.wait_number:
+                return
+            self._num_since_wait += 1
+            if self._wake is not None:
+                os.eventfd_write(self._wake, 1)
 
 
 def _handler(server: MetricsServer) -> type[BaseHTTPRequestHandler]:

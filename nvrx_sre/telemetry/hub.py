@@ -23,6 +23,7 @@ from typing import Any
 from nvrx_sre.core.atomic import PRIVATE_FILE_MODE, make_private_directory
 from nvrx_sre.core.clock import Clock, SystemClock, seconds, to_ns
 from nvrx_sre.core.limits import Limits
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.events.journal import JournalReader, JournalWriter, Snapshot
 from nvrx_sre.events.schema import IncidentClosed, ProgressResumed, Record
 from nvrx_sre.events.snapshot import Snapshotted, fits, put_back, take
@@ -244,8 +245,10 @@ class Telemetry:
             dropped = sum(self.num_dropped().values())
             return self.summary_fold.to_dict(now_ns, dropped=dropped, spans=self.spans.num_finished)
 
-    def linger(self, timeout_s: float, say: Callable[[str], None] = lambda _: None) -> bool:
-        """After a terminal exit: keep answering until two more scrapes came, at most `timeout_s`.
+    def linger(
+        self, timeout_s: float, say: Callable[[str], None] = lambda _: None, signals: SignalPipe | None = None
+    ) -> bool:
+        """After a terminal exit: keep answering until two more scrapes came, at most `timeout_s`, or a signal.
 
         Returns at once if nobody ever scraped, else `say` takes a line about it first. True if the end was seen.
         """
@@ -253,7 +256,7 @@ class Telemetry:
             return False
         self._flush_sinks()  # what happened before is shown before, and what failed is in the last scrapes
         say(f"metrics stay up to {timeout_s:g} s for the last scrape; Ctrl-C ends it")
-        return self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s)
+        return self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s, signals)
 
     def close(self) -> None:
         """Write out the journal, flush every sink, all within one bound, and stop the endpoint. Never raises."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvrx_sre.core.limits import CapLimits
+from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
 from nvrx_sre.goodput.incidents import IncidentTracker
@@ -158,7 +161,14 @@ class BusyMachine:
         return []
 
 
-def _shell(tmp_path: Path, clock: ManualClock, machine: Any) -> Shell:
+@pytest.fixture
+def signals() -> Iterator[SignalPipe]:
+    """Signals of the loop, given back afterwards."""
+    with contextlib.closing(SignalPipe()) as pipe:
+        yield pipe
+
+
+def _shell(tmp_path: Path, clock: ManualClock, machine: Any, signals: SignalPipe) -> Shell:
     """The loop around `machine`, in a run directory of its own."""
     config = RunConfig(run="r", run_dir=tmp_path / "r", command=("x.py",), nproc=1, min_world_size=1)
     telemetry: Any = SlowJournal()
@@ -166,14 +176,14 @@ def _shell(tmp_path: Path, clock: ManualClock, machine: Any) -> Shell:
     directory.prepare("r", {})
     epoch = directory.take_epoch().number
     recorder = Recorder(config, epoch, clock, LauncherFolds(), telemetry)
-    return Shell(config, directory, clock, machine, recorder, epoch)
+    return Shell(config, directory, clock, machine, recorder, signals)
 
 
-def test_a_node_that_is_refused_is_said_once_for_each_reason(tmp_path: Path) -> None:
+def test_a_node_that_is_refused_is_said_once_for_each_reason(tmp_path: Path, signals: SignalPipe) -> None:
     """Its orchestrator starts it again and again; once it has joined, the next one is news. All reach the machine."""
     clock = ManualClock(start_ns=10**9)
     machine = BusyMachine(clock, 0.0)
-    shell = _shell(tmp_path, clock, machine)
+    shell = _shell(tmp_path, clock, machine, signals)
     said: list[str] = []
     shell.say = said.append
     refused, other = c.NodeRefused(node=1, reason="--keep is 3 here and 5 there"), c.NodeRefused(node=1, reason="b")
@@ -188,10 +198,10 @@ def test_a_node_that_is_refused_is_said_once_for_each_reason(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("work_s", "excuses"), [(0.5, []), (5.0, [c.Stalled])])
 def test_a_launcher_that_was_busy_excuses_its_ranks(
-    work_s: float, excuses: list[type[c.Input]], tmp_path: Path
+    work_s: float, excuses: list[type[c.Input]], tmp_path: Path, signals: SignalPipe
 ) -> None:
     """Work of its own beyond `loop_stall_s` is told before any deadline is judged; less is not."""
     clock = ManualClock(start_ns=10**9)
     machine = BusyMachine(clock, work_s)
-    _shell(tmp_path, clock, machine).run()
+    _shell(tmp_path, clock, machine, signals).run()
     assert machine.heard == [c.SignalReceived, *excuses, c.Tick]

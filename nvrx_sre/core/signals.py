@@ -1,21 +1,23 @@
-"""Signals of the launcher as readable bytes: nothing runs in a handler.
+"""Signals as readable bytes: nothing runs in a handler, and none is lost.
 
-SIGTERM means preemption, SIGINT a person. SIGCHLD is not used (pidfds are), SIGPIPE is ignored by Python.
+SIGTERM means preemption, SIGINT a person. SIGCHLD is not used (pidfds are), SIGPIPE is ignored by Python. A handler
+that sets an event, or raises, will not do: CPython runs it between two instructions, and a wait that the main thread
+is just beginning goes on to its end although the signal came before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
-from collections.abc import Iterator
 from types import FrameType
 
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class SignalPipe:
-    """Wakes a selector when a watched signal arrives. Main thread only."""
+    """Wakes a selector when a watched signal arrives, one that was ignored before too. Main thread only."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -31,6 +33,12 @@ class SignalPipe:
             return [number for number in os.read(self._read, 4096) if number in WATCHED]
         return []
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until a signal arrives, `timeout_s` at most. True if there is one that `received` has not returned."""
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
     def close(self) -> None:
         """Give the signals back as they were."""
         for number, handler in self._old.items():
@@ -38,21 +46,6 @@ class SignalPipe:
         signal.set_wakeup_fd(self._old_wakeup)
         os.close(self._read)
         os.close(self._write)
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Whatever is waited for within ends with the next watched signal, quietly. Main thread only.
-
-    Also where the launcher was started with SIGINT ignored, as shells do with what a script runs in the background.
-    """
-    old = {number: signal.signal(number, signal.default_int_handler) for number in WATCHED}
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def _no_op(signum: int, frame: FrameType | None) -> None:
