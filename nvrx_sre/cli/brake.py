@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from nvrx_sre.cli.halt import existing_root
 from nvrx_sre.cli.pairs import pairs_of
 from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.core.clock import SystemClock
@@ -78,7 +79,7 @@ class DirectoryStore:
 
 
 @click.command("brake")
-@click.option("--root", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, metavar="DIR",
+@click.option("--root", type=click.Path(path_type=Path), required=True, metavar="DIR",
               help="Directory of the site's run directories.")  # fmt: skip
 @click.option("--alert", "alerts", multiple=True, required=True, metavar="NAME",
               help="An alert that may halt a run; repeatable.")  # fmt: skip
@@ -101,6 +102,7 @@ def command(
 
     A run allows it with --allow-brake, an alert says so with action="halt". No shipped rule carries that label.
     """
+    root = existing_root(root)
     policy = BrakePolicy(alerts=frozenset(alerts), labels=pairs_of("--label", labels))
     host, port = address(listen)
     config = BrakeConfig(
@@ -120,7 +122,7 @@ def command(
         EndpointSecurity(),
     )
     with contextlib.closing(served):
-        server = BrakeServer(config, Brake(policy, DirectoryStore(root.absolute()), clock), metrics, clock, click.echo)
+        server = BrakeServer(config, Brake(policy, DirectoryStore(root), clock), metrics, clock, click.echo)
         with contextlib.closing(server), contextlib.closing(SignalPipe()) as stopped:
             served.start()
             server.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import textwrap
 from pathlib import Path
 
 import click
@@ -39,6 +40,7 @@ truncated and the node lost, so that the run must fall back to the checkpoint be
 STEP_DEADLINE_S = 4.0
 """Short, so that the demo's hang is found while a person watches; a step takes well under a tenth of it."""
 SCRAPE_INTERVAL_S = 1.0
+ALERTS_COLUMN = 15
 MARK_FILE = "made-by-demo"
 """In the run directories that the next demo may replace."""
 
@@ -82,7 +84,7 @@ def replace_earlier(run_dir: Path) -> None:
     """
     is_there = run_dir.is_symlink() or run_dir.exists()
     if is_there:
-        if run_dir.is_symlink() or not (run_dir / MARK_FILE).is_file():
+        if run_dir.is_symlink() or not ((run_dir / MARK_FILE).is_file() or _is_empty(run_dir)):
             raise UserError(f"{run_dir} exists and was not made by `nvrx-sre demo`: choose another --run-dir")
         check_unowned(run_dir)
     try:
@@ -96,21 +98,33 @@ def replace_earlier(run_dir: Path) -> None:
         ) from error
 
 
-def alert_lines(report: AlertReport) -> list[str]:
-    """What the rules said about the run, for people."""
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and next(path.iterdir(), None) is None
+
+
+def alert_lines(report: AlertReport, width: int) -> list[str]:
+    """What the rules said about the run, for people: lines of at most `width` characters."""
+    named = {
+        "pages:": report.paged,
+        "alerts fired:": report.fired,
+        "notified:": report.notified,
+        "only pending:": report.pending,
+        "stayed silent:": report.silent,
+    }
+    indent = " " * ALERTS_COLUMN
     return [
-        f"pages:         {', '.join(report.paged) or 'none'}",
-        f"alerts fired:  {', '.join(report.fired) or 'none'}",
-        f"notified:      {', '.join(report.notified) or 'none'}",
-        f"only pending:  {', '.join(report.pending) or 'none'}",
-        f"stayed silent: {', '.join(report.silent) or 'none'}",
+        line
+        for what, alerts in named.items()
+        for line in textwrap.wrap(
+            ", ".join(alerts) or "none", width, initial_indent=what.ljust(ALERTS_COLUMN), subsequent_indent=indent
+        )
     ]
 
 
 def _print_alerts(stack: MonitoringStack) -> None:
     console = make_console()
     try:
-        lines = alert_lines(stack.report())
+        lines = alert_lines(stack.report(), console.width)
     except (NvrxError, OSError) as error:
         lines = [f"alerts: Prometheus did not answer: {error}"]
     for line in lines:

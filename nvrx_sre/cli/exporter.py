@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 from prometheus_client import CollectorRegistry
 
+from nvrx_sre.cli.halt import existing_root
 from nvrx_sre.core.clock import Clock, SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.signals import SignalPipe
@@ -60,7 +61,7 @@ class Exporter:
 
 
 @click.command("exporter")
-@click.argument("run_root", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="RUN_ROOT")
+@click.argument("run_root", type=click.Path(path_type=Path), metavar="RUN_ROOT")
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="HOST", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65_535), metavar="P", help="Port.  [default: a free one]")
 @click.option("--keep-hours", type=click.FloatRange(min=0.0, min_open=True), default=KEEP_S / 3600, show_default=True,
@@ -71,7 +72,7 @@ def command(run_root: Path, host: str, port: int | None, keep_hours: float) -> i
     Runs until Ctrl-C or SIGTERM.
     """
     clock = SystemClock()
-    shelf = RunShelf(run_root.absolute(), clock, keep_hours * 3600)
+    shelf = RunShelf(existing_root(run_root), clock, keep_hours * 3600)
     exporter = Exporter(shelf, (host, port), clock, lambda line: click.echo(line, err=True))
     with contextlib.closing(exporter.server), contextlib.closing(SignalPipe()) as stopped:
         exporter.server.start()

@@ -90,6 +90,13 @@ def _state(directory: RunDirectory, name: str) -> RunState | None:
     return run.state if run.last_ns else None
 
 
+def existing_root(root: Path) -> Path:
+    """`root`, absolute. Raises `UserError` if it is no directory."""
+    if not root.is_dir():
+        raise UserError(f"{root} is no directory: name the directory of the run directories")
+    return root.absolute()
+
+
 def existing_run(run_dir: Path) -> tuple[RunDirectory, str]:
     """Run directory and run name. Raises `UserError` if `run_dir` is no run directory."""
     check_run_dir(run_dir)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from nvrx_sre.cli.halt import existing_run
+from nvrx_sre.cli.halt import existing_root, existing_run
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.cli.run_options import DEFAULT_RUNS
 from nvrx_sre.core.clock import Clock, SystemClock, seconds
@@ -265,7 +265,7 @@ def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown], access: 
 
 @click.command("monitor")
 @click.argument("run_dirs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN_DIR]...")
-@click.option("--root", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
+@click.option("--root", type=click.Path(path_type=Path), metavar="DIR",
               help="Watch every run below DIR, new ones too.  [default: runs, without RUN_DIR]")  # fmt: skip
 @click.option("--values", "values_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="YAML file that overrides values of the rules.")  # fmt: skip
@@ -293,6 +293,8 @@ def command(
     )
     for run_dir in run_dirs:
         existing_run(run_dir)
+    if root is not None:
+        existing_root(root)
     if root is None and not run_dirs:
         root = DEFAULT_RUNS
     watched = Watched([path.absolute() for path in run_dirs], root)

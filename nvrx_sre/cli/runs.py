@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
+from nvrx_sre.cli.halt import existing_root
 from nvrx_sre.cli.narrate import duration_text, rank_text
 from nvrx_sre.cli.report import make_console, print_rows
 from nvrx_sre.cli.run_options import DEFAULT_RUNS
@@ -101,13 +102,12 @@ def table(rows: list[RunRow]) -> Table:
 
 @click.command("runs")
 @click.argument("name", required=False, metavar="[RUN]")
-@click.option("--root", type=click.Path(path_type=Path, file_okay=False), default=DEFAULT_RUNS, show_default=True,
+@click.option("--root", type=click.Path(path_type=Path), default=DEFAULT_RUNS, show_default=True,
               metavar="DIR", help="Directory of the run directories.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON array.")
 def command(name: str | None, root: Path, as_json: bool) -> int:
     """List runs below a root: state, launcher, host, directory. With RUN only that one; exit 78 if there is none."""
-    if not root.is_dir():
-        raise UserError(f"{root} is no directory: name the directory of the run directories with --root")
+    existing_root(root)
     rows, unreadable = read_rows(root)
     rows = [row for row in rows if name in (None, row.run)]
     for path, why in unreadable.items():

@@ -43,7 +43,7 @@ def test_the_demos_deadline_is_a_deadline() -> None:
 
 
 def test_an_earlier_demo_is_replaced_and_nothing_else(tmp_path: Path) -> None:
-    """What a demo made goes, unless it still runs; another run, another folder, a file and a link stay."""
+    """What a demo made goes, unless it still runs, as does what is empty; another run, folder, file and a link stay."""
     old = tmp_path / "runs" / "old"
     demo.replace_earlier(old)
     (old / "journal").mkdir()
@@ -60,6 +60,9 @@ def test_an_earlier_demo_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     assert (trained / "run.json").exists() and plain.exists() and link.is_symlink()
     demo.replace_earlier(old)
     assert not (old / "journal").exists()
+    (empty := tmp_path / "empty").mkdir(mode=0o755)
+    demo.replace_earlier(empty)
+    assert empty.stat().st_mode & 0o077 == 0, "as private as a directory of its own"
     RunDirectory(old).prepare("demo", {})
     RunDirectory(old).take_epoch()  # this process owns it now
     with pytest.raises(RunDirectoryBusy):
@@ -89,12 +92,13 @@ def test_a_demo_that_cannot_run_removes_nothing(tmp_path: Path, capsys: pytest.C
 
 
 def test_alerts_that_fired_and_that_stayed_silent_are_named() -> None:
-    """All four lists, `none` where one is empty."""
-    report = AlertReport(fired=("A",), pending=(), silent=("B", "C"), notified=("A",), paged=())
-    assert demo.alert_lines(report) == [
+    """All five lists, `none` where one is empty; a long one goes on below its own names."""
+    report = AlertReport(fired=("A",), pending=(), silent=("B", "C", "D"), notified=("A",), paged=())
+    assert demo.alert_lines(report, 20) == [
         "pages:         none",
         "alerts fired:  A",
         "notified:      A",
         "only pending:  none",
-        "stayed silent: B, C",
+        "stayed silent: B, C,",
+        "               D",
     ]

@@ -30,6 +30,19 @@ def test_a_missing_run_directory_is_named_in_one_way(
         assert capsys.readouterr().err == f"nvrx-sre: {path} {says}\n"
 
 
+@pytest.mark.parametrize(
+    "words", ["runs --root", "monitor --root", "exporter", "brake --alert A --token-file token --root"]
+)
+def test_a_missing_root_is_named_in_one_way(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command that reads all runs below a directory says the same, exit 78."""
+    file = tmp_path / "mine.py"
+    file.touch()
+    for path in (tmp_path / "no", file):
+        assert entry.main([*words.split(), str(path)]) == ExitCode.CONFIG
+        says = f"nvrx-sre: {path} is no directory: name the directory of the run directories\n"
+        assert capsys.readouterr().err == says
+
+
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """A command `doctor` that raises the one error that the test puts into the list."""
