@@ -167,7 +167,7 @@ class TelemetryLimits:
     step_aggregate_s: float = 1.0
     """Longest span of steps that one `StepsCommitted` covers (seconds)."""
     metrics_linger_s: float = 65.0
-    """Longest stay of the endpoint after a terminal exit (seconds)."""
+    """Longest stay of the endpoint for its last scrapes (seconds); after a signal never beyond the drain."""
     exporter_timeout_s: float = 1.0
     """Longest wait for the OTLP collector, a flush at exit included (seconds)."""
     loop_unhealthy_s: float = 5.0

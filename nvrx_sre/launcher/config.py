@@ -97,7 +97,7 @@ class RunConfig:
     interrupt_signal: int = 39
     """Signal that carries the interrupt to a rank's main thread: SIGRTMIN + 5 on Linux."""
     linger: bool = False
-    """Keep the metrics endpoint after a terminal exit until it was scraped."""
+    """Keep the metrics endpoint after a terminal exit, or a preemption, until it was scraped."""
     rank_metrics: RankMetrics | None = None
     """How ranks are exported; None: each one up to 64 ranks, their extremes above."""
     labels: dict[str, str] = field(default_factory=dict)

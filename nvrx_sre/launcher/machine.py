@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.errors import ExitCode, NothingRestorable
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import (
@@ -76,6 +77,8 @@ class Machine:
         self._nodes = Nodes(self._job, self._roster, self._saves, self._recovery)
         self._shutdown = Shutdown(self._job, self._roster, self._commits, self._saves)
         self._is_interrupted = False
+        self.leave_by_ns: int | None = None
+        """When who sent the first termination signal expects the launcher to be gone, None before any."""
         self._looks_again = False
         """The alarm is set anew after this input: a tick, or any while a peer's phase excuses a rank out of time."""
         self._inputs: dict[type[c.Input], Callable[[Any, int], None]] = {
@@ -417,6 +420,8 @@ class Machine:
 
     def _on_signal(self, item: c.SignalReceived, now_ns: int) -> None:
         exit_code = ExitCode.INTERRUPTED if item.by_person else ExitCode.PREEMPTED
+        if self.leave_by_ns is None:
+            self.leave_by_ns = now_ns + to_ns(self._job.config.limits.deadlines.preemption_drain_s)
         if self._job.stage is not Stage.STOPPING:
             self._is_interrupted = item.by_person
             if item.by_person:

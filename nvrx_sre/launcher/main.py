@@ -20,7 +20,7 @@ from typing import Any
 from nvrx_sre import __version__
 from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.atomic import json_text, write_json_atomically
-from nvrx_sre.core.clock import Clock, SystemClock
+from nvrx_sre.core.clock import Clock, SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode, StorageError, Superseded, UserError
 from nvrx_sre.core.signals import SignalPipe
 from nvrx_sre.events.schema import (
@@ -56,6 +56,14 @@ from nvrx_sre.telemetry.node_board import rank_metrics_in_force
 Sink = Callable[[Record], None]
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter from the loop, which gives it up at every packet (seconds)."""
+SCRAPES_AFTER_END: dict[int, int] = {
+    ExitCode.FINISHED: 2,
+    ExitCode.CONFIG: 2,
+    ExitCode.DO_NOT_RESTART: 2,
+    ExitCode.PREEMPTED: 1,
+}
+"""Exit code -> scrapes that are to see the end of a run before its endpoint goes. Who preempts waits for the machine:
+one tells that the run is no target to be missed (docs/adr/0038). Nothing is waited for after the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +100,8 @@ def run(config: RunConfig, sinks: Sequence[Sink] = (), say: Callable[[str], None
         start = _Start(directory=directory, epoch=epoch, past=past, links=links, devices=devices, say=say)
         refused = _refusal(start, config)
         if not refused:
-            return _run_epoch(config, start, sinks)
+            with contextlib.closing(SignalPipe()) as signals:
+                return _run_epoch(config, start, sinks, signals)
         if links is not None:
             turn_away(links, SystemClock(), Stop(exit_code=ExitCode.DO_NOT_RESTART, reason=refused, result={}))
         return RunReport(
@@ -129,7 +138,7 @@ def _refusal(start: _Start, config: RunConfig) -> str:
     return ""
 
 
-def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunReport:
+def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink], signals: SignalPipe) -> RunReport:
     directory, epoch, past = start.directory, start.epoch, start.past
     clock = SystemClock()
     is_first_start = not past.folds.past.has_records
@@ -142,23 +151,24 @@ def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunRe
         start.devices.boundary = telemetry.boundary
         machine_config = _machine_config(config, start.devices)
         machine = Machine(machine_config, past.folds.history, _machine_start(config, past, clock))
-        with contextlib.closing(SignalPipe()) as signals:
-            shell = Shell(config, directory, clock, machine, recorder, signals)
-            shell.loop_turned = telemetry.loop_turned
-            shell.unfit_devices = start.devices.unfit
-            shell.say = start.say
-            if start.links is not None:
-                shell.listen(start.links)
-            with contextlib.closing(HostSampler(telemetry, directory.path, clock, start.devices)) as sampler:
-                shell.tell_ranks = sampler.tell_ranks
-                stop = shell.run()
-            recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
-            telemetry.settle()
-            summary = telemetry.summary(clock.wall_ns())
-            unwritten = write_summary(directory.summary, config.summary, summary)
-            if config.linger and stop.exit_code in (ExitCode.FINISHED, ExitCode.CONFIG, ExitCode.DO_NOT_RESTART):
-                # A signal ends the wait and no more: the run has ended, with an exit code of its own.
-                telemetry.linger(config.limits.telemetry.metrics_linger_s, start.say, signals)
+        shell = Shell(config, directory, clock, machine, recorder, signals)
+        shell.loop_turned = telemetry.loop_turned
+        shell.unfit_devices = start.devices.unfit
+        shell.say = start.say
+        if start.links is not None:
+            shell.listen(start.links)
+        with contextlib.closing(HostSampler(telemetry, directory.path, clock, start.devices)) as sampler:
+            shell.tell_ranks = sampler.tell_ranks
+            stop = shell.run()
+        recorder.emit(LauncherStopped(exit_code=stop.exit_code, reason=stop.reason), machine.generation)
+        telemetry.settle()
+        summary = telemetry.summary(clock.wall_ns())
+        unwritten = write_summary(directory.summary, config.summary, summary)
+        num_scrapes = SCRAPES_AFTER_END.get(stop.exit_code, 0)
+        timeout_s = longest_linger_s(config, machine.leave_by_ns, clock.monotonic_ns())
+        if num_scrapes and timeout_s > 0:
+            # A signal ends the wait and no more: the run has ended, with an exit code of its own.
+            telemetry.linger(num_scrapes, timeout_s, start.say, signals)
         return RunReport(
             exit_code=stop.exit_code,
             reason=f"{stop.reason}{unwritten}",
@@ -171,6 +181,16 @@ def _run_epoch(config: RunConfig, start: _Start, sinks: Sequence[Sink]) -> RunRe
         raise
     finally:
         telemetry.close()
+
+
+def longest_linger_s(config: RunConfig, leave_by_ns: int | None, now_ns: int) -> float:
+    """How long the endpoint may stay after the end (seconds): after a termination signal, no longer than its grace."""
+    if not config.linger:
+        return 0.0
+    linger_s = config.limits.telemetry.metrics_linger_s
+    if leave_by_ns is None:
+        return linger_s
+    return round(min(linger_s, max(0.0, seconds(leave_by_ns - now_ns))), 1)
 
 
 def link_config(config: RunConfig, nodes: NodesConfig, epoch: int) -> LinkConfig:

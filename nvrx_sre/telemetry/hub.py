@@ -49,8 +49,6 @@ SCRAPE_SYNC_S = 2.0
 EXIT_SYNC_S = 10.0
 """Longest wait for the journal at the end: the next launcher goes by it, and a disk that is busy with a save takes
 seconds for an fsync. One that fails already is waited for no longer than any other part."""
-SCRAPES_AFTER_END = 2
-"""Scrapes that must have seen the terminal state before the endpoint goes."""
 ROTATE_AFTER_RECORDS = 20_000
 """A replay of more records than this is made short for the next launcher by a snapshot at once."""
 ERROR_CHARS = 300
@@ -246,9 +244,13 @@ class Telemetry:
             return self.summary_fold.to_dict(now_ns, dropped=dropped, spans=self.spans.num_finished)
 
     def linger(
-        self, timeout_s: float, say: Callable[[str], None] = lambda _: None, signals: SignalPipe | None = None
+        self,
+        num_scrapes: int,
+        timeout_s: float,
+        say: Callable[[str], None] = lambda _: None,
+        signals: SignalPipe | None = None,
     ) -> bool:
-        """After a terminal exit: keep answering until two more scrapes came, at most `timeout_s`, or a signal.
+        """The run has ended: keep answering until `num_scrapes` more came, at most `timeout_s`, or a signal.
 
         Returns at once if nobody ever scraped, else `say` takes a line about it first. True if the end was seen.
         """
@@ -256,7 +258,7 @@ class Telemetry:
             return False
         self._flush_sinks()  # what happened before is shown before, and what failed is in the last scrapes
         say(f"metrics stay up to {timeout_s:g} s for the last scrape; Ctrl-C ends it")
-        return self.server.wait_for_scrapes(SCRAPES_AFTER_END, timeout_s, signals)
+        return self.server.wait_for_scrapes(num_scrapes, timeout_s, signals)
 
     def close(self) -> None:
         """Write out the journal, flush every sink, all within one bound, and stop the endpoint. Never raises."""

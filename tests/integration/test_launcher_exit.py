@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -23,6 +24,8 @@ from nvrx_sre.events.schema import (
     FaultInjected,
     GenerationFormed,
     IncidentClosed,
+    LauncherStarted,
+    LauncherStopped,
     LeaderLost,
     PreemptionReceived,
     Record,
@@ -97,6 +100,15 @@ def scraped(url: str) -> str:
         return text
 
 
+def last_scraped(popen: subprocess.Popen[str], url: str) -> str:
+    """Scrape until nobody answers any more; the newest whole answer."""
+    seen = ""
+    with contextlib.suppress(OSError, HTTPException):
+        while popen.poll() is None:
+            seen = scraped(url)
+    return seen
+
+
 SIGINT_IGNORED = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
 
 
@@ -140,29 +152,48 @@ def test_a_finished_run_leaves_nothing(finished: Ended) -> None:
 
 
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
-    """SIGINT: exit 130, recorded as a person's, and nothing is left."""
+    """SIGINT: exit 130, recorded as a person's, nothing is left, and no scrape is waited for."""
     run_dir = tmp_path / f"exit-interrupted-{os.getpid()}"
-    popen = start(train_arguments(run_dir, *LONG), **private_temporary(run_dir))
+    popen = start(train_arguments(run_dir, *LONG, "--metrics-linger", "600"), **private_temporary(run_dir))
     wait_for(run_dir, popen, has_steps)
+    scraped(metrics_url(run_dir))
     children = started_processes(run_dir, popen)
     assert hot_memory_names(run_dir.name), "the check below sees what there is"
     popen.send_signal(signal.SIGINT)
     ended = finish(popen, run_dir)
     assert ended.exit_code == 130, ended.explain()
+    assert "metrics stay" not in ended.output
     assert_nothing_left(run_dir, children)
     [(_, event)] = ended.events(PreemptionReceived)
     assert event.by_person
 
 
+def test_c78_a_signal_as_soon_as_the_launcher_is_on_record_ends_it_in_order(tmp_path: Path) -> None:
+    """Nothing has begun that could be saved: exit 143, which is on record, so that no launcher counts as lost."""
+    run_dir = tmp_path / f"exit-at-once-{os.getpid()}"
+    popen = start(train_arguments(run_dir, *LONG))
+    wait_for(run_dir, popen, lambda record: isinstance(record.event, LauncherStarted))
+    popen.send_signal(signal.SIGTERM)
+    ended = finish(popen, run_dir)
+    assert ended.exit_code == 143, ended.explain()
+    assert [event.exit_code for _, event in ended.events(LauncherStopped)] == [143]
+
+
 def test_preemption_flushes_the_newest_step(tmp_path: Path) -> None:
     """SIGTERM: exit 143, the newest common hot step is durable, and the next start goes on from it.
 
+    One scrape sees that it was preempted; it is waited for no longer than the signal's grace, 120 s in patient.toml.
     What the ranks print goes to logs of the new launcher's own: those of the first one stay as they were.
     """
     run_dir = tmp_path / f"exit-preempted-{os.getpid()}"
-    popen = start(train_arguments(run_dir, *LONG, "--save-every", "100000"))
+    popen = start(train_arguments(run_dir, *LONG, "--save-every", "100000", "--metrics-linger", "600"))
     wait_for(run_dir, popen, has_steps)
+    scraped(metrics_url(run_dir))
     popen.send_signal(signal.SIGTERM)
+    assert popen.stdout is not None
+    said = next((line for line in popen.stdout if line.startswith("metrics stay up to ")), "")
+    assert 0 < float(said.split()[4]) <= 120, said
+    assert f'nvrx_exit_code{{run="{run_dir.name}"}} 143' in last_scraped(popen, metrics_url(run_dir))
     ended = finish(popen, run_dir)
     assert ended.exit_code == 143, ended.explain()
     verified = [event.step for _, event in ended.events(SaveVerified)]

@@ -275,17 +275,17 @@ def test_the_end_is_seen_by_two_scrapes(start: Start) -> None:
     """Linger ends with the second scrape after the end, and at once if nobody ever scraped."""
     telemetry = start()
     telemetry.replay()
-    assert not telemetry.linger(60.0, pytest.fail)
+    assert not telemetry.linger(2, 60.0, pytest.fail)
     while telemetry.server.num_scrapes == 0:  # counted just after the answer was sent
         get(telemetry.metrics_url)
     seen: list[bool] = []
-    waiter = threading.Thread(target=lambda: seen.append(telemetry.linger(60.0)))
+    waiter = threading.Thread(target=lambda: seen.append(telemetry.linger(2, 60.0)))
     waiter.start()
     while waiter.is_alive():
         get(telemetry.metrics_url)
     assert seen == [True]
     said: list[str] = []
-    assert not telemetry.linger(0.01, said.append)
+    assert not telemetry.linger(2, 0.01, said.append)
     assert said == ["metrics stay up to 0.01 s for the last scrape; Ctrl-C ends it"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nvrx_sre.core.clock import to_ns
 from nvrx_sre.core.limits import Deadlines, Limits
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events import schema
@@ -73,3 +74,15 @@ def test_c45_the_default_fits_into_the_default_of_kubernetes() -> None:
     driven = preempted(Deadlines())
     driven.wait(KUBERNETES_GRACE_S - 1.0)
     assert [item.exit_code for item in driven.all(c.Stop)] == [143]
+
+
+def test_c45_the_first_signal_says_when_the_launcher_is_to_be_gone() -> None:
+    """Whatever comes after; nobody waits for a run that was not told to end."""
+    driven = DrivenMachine(num_standbys=0)
+    driven.begin()
+    assert driven.machine.leave_by_ns is None
+    told_ns = driven.now_ns
+    driven.feed(c.SignalReceived(signal=SIGTERM, by_person=False))
+    driven.wait(1.0)
+    driven.feed(c.SignalReceived(signal=SIGTERM, by_person=False))
+    assert driven.machine.leave_by_ns == told_ns + to_ns(Deadlines().preemption_drain_s)
