@@ -49,6 +49,7 @@ PRELOADED = (
     "nvrx_sre.session.rehearsal",
     "nvrx_sre.session.restoring",
     "nvrx_sre.session.saving",
+    "nvrx_sre.session.untracked",
     "nvrx_sre.session.warm",
 )
 """What children need before they are ready, and what is slow to import or is first needed inside a recovery: `debug`
