@@ -35,12 +35,21 @@ from nvrx_sre.bench import checkpoint_reference as reference
 from nvrx_sre.bench.checkpoint_efficiency import WindowPlan
 from nvrx_sre.bench.checkpoint_reading import CONTESTANTS, NOTHING, OURS
 from nvrx_sre.bench.rows import Keep, Row, Say, empty, summarize
-from nvrx_sre.bench.subprocesses import run_to_end
+from nvrx_sre.bench.subprocesses import failed, run_to_end
 from nvrx_sre.checkpoint import discover
 from nvrx_sre.core.clock import SystemClock
-from nvrx_sre.core.errors import InternalError, NvrxError, UserError
+from nvrx_sre.core.errors import ExitCode, InternalError, NvrxError, UserError
 from nvrx_sre.events.journal import read_journal
-from nvrx_sre.events.schema import Event, FaultDetected, Record, Role, SaveCommitted, StateRestored, WorkerStarted
+from nvrx_sre.events.schema import (
+    Event,
+    FaultDetected,
+    Record,
+    Role,
+    RunFinished,
+    SaveCommitted,
+    StateRestored,
+    WorkerStarted,
+)
 
 BENCH = "checkpoint"
 CASES = ("blocked", "efficiency", "restore", "memory")
@@ -347,20 +356,30 @@ class Benchmark:
     # --- runs ---------------------------------------------------------------------------------------------
 
     def _launch(self, name: str, plan: _Plan, *options: str, under: Sequence[str] = ()) -> Run:
-        """Run ours under its launcher, which `under` (a command) starts if there is one."""
-        run_dir = self._scratch / name
+        """Run ours under its launcher, which `under` (a command) starts if there is one.
+
+        The steps of its last pause change the state and commit nothing: without the hot tier the last step cannot be
+        saved at the end, which is an end all the same.
+        """
+        run_dir, log = self._scratch / name, self._scratch / f"{name}.log"
         out = self._scratch / f"{name}-stamps"
         out.mkdir(exist_ok=True)
-        run_to_end(
+        exit_code = run_to_end(
             [
                 *under,
                 *(sys.executable, "-m", "nvrx_sre", "launch", "--nproc-per-node", str(self._config.ranks)),
                 *("--run-dir", str(run_dir), "--save-every", str(NEVER), "--metrics-linger", "0", *options),
                 *("--module", TRAINING, *self._training_arguments(OURS, out, plan)),
             ],
-            self._scratch / f"{name}.log",
+            log,
+            may_fail=True,
         )
-        records = list(read_journal(run_dir / "journal"))
+        journal = run_dir / "journal"
+        records = list(read_journal(journal)) if journal.is_dir() else []
+        reasons = [event.reason for event in _events(records, RunFinished)]
+        is_through = exit_code == ExitCode.RETRYABLE and reasons and reasons[-1].startswith("finished")
+        if exit_code != ExitCode.FINISHED and not is_through:
+            raise failed(exit_code, log)
         offset_ns = self._clock.wall_ns() - self._clock.monotonic_ns()
         saves = reading.saves_of(records, offset_ns)
         return self._read(out, records, saves, reading.starting_spans(records, offset_ns))

@@ -39,9 +39,14 @@ def run_to_end(command: Sequence[str], log: Path, *, may_fail: bool = False) -> 
         )
     _end_orphans(before)
     if done.returncode != 0 and not may_fail:
-        tail = " | ".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-        raise InternalError(f"the benchmark's run ended with exit code {done.returncode}: {tail}")
+        raise failed(done.returncode, log)
     return done.returncode
+
+
+def failed(exit_code: int, log: Path) -> InternalError:
+    """What to raise for a run that ended as it should not, with the log's end."""
+    tail = " | ".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    return InternalError(f"the benchmark's run ended with exit code {exit_code}: {tail}")
 
 
 def _end_orphans(before: set[psutil.Process]) -> None:
