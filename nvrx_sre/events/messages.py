@@ -93,7 +93,8 @@ class Step(Message):
 
     `slot` is the hot slot that is taking this step (`Sealed` says when it holds it), -1 if it is not captured;
     `durable` if a durable save of this step is due. `loss` is NaN where the user gave none. `arrived_ns` is when the
-    rank came to the step's first `ctx.mark("collective")`, 0 if it has none.
+    rank came to the step's first `ctx.mark("collective")`, 0 if it has none. `gpu_ns` is how long its GPU took for the
+    measured stretch of this step or one a few before, 0 if none was over since the report before.
     """
 
     generation: int
@@ -111,6 +112,7 @@ class Step(Message):
     captured: int
     skipped: int
     arrived_ns: int = 0
+    gpu_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

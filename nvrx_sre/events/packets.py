@@ -20,7 +20,7 @@ MAX_PACKET_BYTES = 64 * 1024
 """Largest packet; longer texts are cut by the sender. Well below the kernel's default socket buffer."""
 MESSAGE_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in Message.__subclasses__()}
 
-_FORMS: dict[type[Message], str] = {Step: "SIQQddddQd?b?QQQ", Alive: "AIQQQQQI", Sealed: "LIQbQ"}
+_FORMS: dict[type[Message], str] = {Step: "SIQQddddQd?b?QQQQ", Alive: "AIQQQQQI", Sealed: "LIQbQ"}
 """Frequent messages: the byte that a packet begins with, then the form of each field in its order."""
 _FIELDS = {cls: tuple(item.name for item in dataclasses.fields(cls)) for cls in _FORMS}
 _PACK: dict[type[Message], Callable[..., bytes]] = {

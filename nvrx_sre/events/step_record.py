@@ -7,7 +7,7 @@
     tokens                     since then, over all ranks
     slot, durable              as in `messages.Step`
     captured, skipped
-    arrived_ns
+    arrived_ns, gpu_ns
     loss                       `UNKNOWN_LOSS` where the user gave none
 
 A rank stores what it has at hand, in whole nanoseconds, and its launcher does the rest: at a step boundary each line of
@@ -31,7 +31,7 @@ UNKNOWN_LOSS = math.inf
 def to_message(record: StepRecord) -> Step:
     """The report as the launcher's machine takes it."""
     generation, step, mono_ns, begun_ns, data_ns, save_ns, evaluate_ns, tokens = record[:8]
-    slot, durable, captured, skipped, arrived_ns, loss = record[8:]
+    slot, durable, captured, skipped, arrived_ns, gpu_ns, loss = record[8:]
     has_loss = loss != UNKNOWN_LOSS
     message = object.__new__(Step)  # the frozen class itself sets field by field, at twice the cost
     message.__dict__.update(
@@ -50,5 +50,6 @@ def to_message(record: StepRecord) -> Step:
         captured=captured,
         skipped=skipped,
         arrived_ns=arrived_ns,
+        gpu_ns=gpu_ns,
     )
     return message

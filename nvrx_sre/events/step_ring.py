@@ -29,7 +29,7 @@ import mmap
 import os
 import struct
 
-StepRecord = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, float]
+StepRecord = tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, float]
 """What a rank stores of a step, see `step_record`. Integers of 64 bits with sign; the last is no NaN, whose hash
 differs from one process to the next."""
 NUM_STEPS = 16_384
@@ -46,8 +46,8 @@ _MARK = struct.Struct("<cQ")
 _MARKED = b"@"
 """First byte of a marked packet; no message begins with it."""
 MARK_BYTES = _MARK.size
-_PLACE = struct.Struct("=13qdq")
-_NUM_FIELDS = 14
+_PLACE = struct.Struct("=14qdq")
+_NUM_FIELDS = 15
 
 
 class StepRing:
@@ -147,9 +147,10 @@ class StepRing:
             words[at + 10],
             words[at + 11],
             words[at + 12],
-            self._floats[at + 13],
+            words[at + 13],
+            self._floats[at + 14],
         ) = record
-        words[at + 14] = hash((number, record))
+        words[at + 15] = hash((number, record))
         words[0] = self._own_written = number + 1  # _WRITTEN
         return False
 

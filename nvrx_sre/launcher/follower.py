@@ -242,7 +242,8 @@ class _Membership:
         telemetry.board.set_places(node, devices, pod_name(parent_environment()))
         telemetry.note_channel(self.node.num_unsent, self._watch.intake.num_bad_packets)
         slots = self.node.slots.files().values()
-        sampler.tell_ranks(self._readings.of_ranks(self.node.pids()), sum(file.size_bytes for file in slots))
+        readings = self._readings.of_ranks(self.node.pids(), self._watch.intake.gpu_times.of)
+        sampler.tell_ranks(readings, sum(file.size_bytes for file in slots))
 
     def _handle_ready(self, what: str, child: Any) -> None:
         if what == "link":

@@ -28,6 +28,7 @@ from nvrx_sre.events.channel import Channel
 from nvrx_sre.events.step_record import to_message
 from nvrx_sre.events.step_ring import StepRing
 from nvrx_sre.launcher import commands as c
+from nvrx_sre.launcher.gpu_times import GpuTimes
 from nvrx_sre.launcher.lateness import Lateness
 
 GATHER_S = 0.25
@@ -73,6 +74,7 @@ class Intake:
         """What living children said that they had dropped."""
         self._num_dropped_by_dead = 0
         self.lateness = Lateness()
+        self.gpu_times = GpuTimes()
         self.num_bad_packets = 0
         """Packets that were no message, and places of rings that held no step."""
         self.on_injected: Callable[[int, wire.Injected], None] = lambda _, __: None
@@ -155,16 +157,19 @@ class Intake:
     def note(self, number: int, message: wire.Message) -> None:
         """What is to be noted of a message, also of one that a child of another node has sent."""
         if isinstance(message, wire.Step):
-            self._note_arrival(number, message)
+            self._note_step(number, message)
         elif isinstance(message, wire.Alive):
             self._note_dropped(number, message)
         elif isinstance(message, wire.Injected):
             self.on_injected(number, message)
 
-    def _note_arrival(self, number: int, message: wire.Step) -> None:
+    def _note_step(self, number: int, message: wire.Step) -> None:
         rank = self._rank_of(number)
-        if rank is not None and message.arrived_ns:
+        if rank is None:
+            return
+        if message.arrived_ns:
             self.lateness.report(message.generation, self._world_size(), rank, message.step, message.arrived_ns)
+        self.gpu_times.report(message.generation, rank, message.gpu_ns)
 
     def _note_dropped(self, number: int, message: wire.Alive) -> None:
         if message.num_dropped:

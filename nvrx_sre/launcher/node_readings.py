@@ -1,6 +1,7 @@
 """What a follower knows of the ranks on its node, for the metrics: when each was heard, how far it is, how late.
 
-How late a rank comes is the leader's to say, which hears of all ranks. Pure. Not thread-safe.
+How late a rank comes is the leader's to say, which hears of all ranks; what its GPU takes, the
+intake's. Pure. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -41,12 +42,19 @@ class NodeReadings:
         """How late the leader says that ranks come (seconds)."""
         self._late_s = dict(zip(ranks, seconds, strict=True))
 
-    def of_ranks(self, pids: Mapping[int, int]) -> dict[int, RankReading]:
-        """Reading of each rank whose process lives; `pids` by child."""
+    def of_ranks(
+        self, pids: Mapping[int, int], gpu_s: Callable[[int], float | None] = lambda _: None
+    ) -> dict[int, RankReading]:
+        """Reading of each rank whose process lives; `pids` by child, `gpu_s` by rank."""
         readings = {}
         for child, heard in self._heard.items():
             rank = self._rank_of(child)
             if rank is not None and child in pids:
-                late_s = self._late_s.get(rank, 0.0)
-                readings[rank] = RankReading(pid=pids[child], heard_ns=heard.at_ns, step=heard.step, lateness_s=late_s)
+                readings[rank] = RankReading(
+                    pid=pids[child],
+                    heard_ns=heard.at_ns,
+                    step=heard.step,
+                    lateness_s=self._late_s.get(rank, 0.0),
+                    gpu_s=gpu_s(rank),
+                )
         return readings

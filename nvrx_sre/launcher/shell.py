@@ -345,6 +345,7 @@ class Shell:
                 heard_ns=self._clock.to_wall_ns(child.heard_ns),
                 step=child.step,
                 lateness_s=self._watch.intake.lateness.of(child.rank),
+                gpu_s=self._watch.intake.gpu_times.of(child.rank),
             )
             for child in self._machine.seated()
             if child.rank is not None and self._watch.is_watched(child.number) and child.heard_ns

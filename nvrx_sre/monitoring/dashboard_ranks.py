@@ -1,4 +1,4 @@
-"""The Ranks and nodes dashboard: which rank is late or silent, where it runs, what its node is short of.
+"""The Ranks and nodes dashboard: which rank is late, silent or has a slow GPU, where it runs, what its node lacks.
 
 Model: families of ranks exist under `--rank-metrics all`, their least and greatest values under `summary` (above 64
 ranks); a panel shows whichever is there. The last row reads NVIDIA's DCGM exporter, where a site has one, and joins it
@@ -49,7 +49,7 @@ def rows(q: Query) -> list[Row]:
 
 def _summary(q: Query) -> tuple[Panel, ...]:
     return (
-        stat("Ranks", "Ranks of the newest generation, what was asked for, and the least it may go on with.", "none", 8,
+        stat("Ranks", "Ranks of the newest generation, what was asked for, and the least it may go on with.", "none", 5,
              now(q.latest(catalog.WORLD_SIZE), "now"), now(q.latest(catalog.WORLD_SIZE_CONFIGURED), "configured"),
              now(q.latest(catalog.WORLD_SIZE_MIN), "least"), decimals=0, steps=(Step(color=BLUE),)),
         stat("Standbys", "Processes that can become any rank of their node: ready, and asked for.", "none", 4,
@@ -57,14 +57,19 @@ def _summary(q: Query) -> tuple[Panel, ...]:
              runbooks=("NvrxStandbyMissing",), decimals=0,
              steps=(Step(color=ORANGE), Step(color=GREEN, value=1))),
         stat("Oldest heartbeat", "The rank that has been silent for longest, and the time since its last message.", "s",
-             6, now(f"topk by {q.keys()} (1, {_silent_for(q)})", "rank {{rank}}"),
+             5, now(f"topk by {q.keys()} (1, {_silent_for(q)})", "rank {{rank}}"),
              decimals=1, text_mode="value_and_name",
              steps=(Step(color=GREEN), Step(color=ORANGE, value=10), Step(color=RED, value=60))),
         stat("Slowest rank", "The rank that comes last to the first collective of a step, and how late, smoothed. Step "
-             "time would not tell: synchronous ranks all look equal.", "s", 6,
+             "time would not tell: synchronous ranks all look equal.", "s", 5,
              now(f"topk by {q.keys()} (1, {_by_rank(q, catalog.RANK_LATENESS, 'max')})", "rank {{rank}}"),
              runbooks=("NvrxSlowRank",),
              decimals=3,
+             text_mode="value_and_name", steps=(Step(color=BLUE),)),
+        stat("Slowest GPU", "The rank whose GPU takes longest for its own compute, and that time, smoothed. Far above "
+             "the others: this GPU is slow, or has more work.", "s", 5,
+             now(f"topk by {q.keys()} (1, {_by_rank(q, catalog.RANK_GPU_SECONDS, 'max')})", "rank {{rank}}"),
+             runbooks=("NvrxSlowRank",), decimals=3, no_value="not measured",
              text_mode="value_and_name", steps=(Step(color=BLUE),)),
     )  # fmt: skip
 
@@ -115,18 +120,27 @@ def _ranks(q: Query) -> tuple[Panel, ...]:
             course(q.latest(_extreme(catalog.RANK_LATENESS, "max")), "greatest"), minimum=0, overrides=both,
         ),
         timeseries(
-            "Steps", "Steps that each rank has committed.", "none", 8,
+            "GPU time", "GPU time of the stretch of a step that is each rank's own compute, smoothed. A rank above the "
+            "median has a slow GPU, or more work; one that is late and not above it, a slow host.", "s", 8,
+            course(q.latest(catalog.RANK_GPU_SECONDS, "rank"), "rank {{rank}}"),
+            course(f"quantile by {q.keys()} (0.5, {q.latest(catalog.RANK_GPU_SECONDS, 'rank')})", "median"),
+            course(q.latest(_extreme(catalog.RANK_GPU_SECONDS, "max")), "greatest"),
+            course(q.latest(_extreme(catalog.RANK_GPU_SECONDS, "min")), "least"), minimum=0, no_value="not measured",
+            overrides=(*both, Override(name="median", color=GREY, dashed=True)),
+        ),
+        timeseries(
+            "Steps", "Steps that each rank has committed.", "none", 6,
             course(q.latest(catalog.RANK_STEP, "rank"), "rank {{rank}}"),
             course(q.latest(_extreme(catalog.RANK_STEP, "max")), "greatest"),
             course(q.latest(_extreme(catalog.RANK_STEP, "min")), "least"), minimum=0, decimals=0, overrides=both,
         ),
         timeseries(
-            "Memory of each rank", "Resident memory of each rank's process.", "bytes", 8,
+            "Memory of each rank", "Resident memory of each rank's process.", "bytes", 6,
             course(q.latest(catalog.RANK_MEMORY, "rank"), "rank {{rank}}"),
             course(q.latest(_extreme(catalog.RANK_MEMORY, "max")), "greatest"), minimum=0, overrides=both,
         ),
         timeseries(
-            "World", "Ranks of the newest generation beside what was asked for.", "none", 8,
+            "World", "Ranks of the newest generation beside what was asked for.", "none", 6,
             course(q.latest(catalog.WORLD_SIZE), "ranks"),
             course(q.latest(catalog.WORLD_SIZE_CONFIGURED), "configured"),
             course(q.latest(catalog.STANDBY_READY), "standbys ready"), minimum=0, decimals=0,
@@ -134,7 +148,7 @@ def _ranks(q: Query) -> tuple[Panel, ...]:
         ),
         timeseries(
             "Processes started", "Child processes started in the last hour by role: a node that keeps replacing "
-            "workers is a suspect.", "none", 8,
+            "workers is a suspect.", "none", 6,
             course(q.gain(catalog.WORKER_STARTS, "role", window="1h"), "{{role}}"), minimum=0, decimals=0,
         ),
     )  # fmt: skip

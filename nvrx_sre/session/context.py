@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from nvrx_sre.checkpoint.spare import Spare
     from nvrx_sre.restart.wrapper import Restarter
+    from nvrx_sre.session.gpu_time import GpuTimer
     from nvrx_sre.session.injecting import Injector
     from nvrx_sre.session.rank_saving import RankSaver
     from nvrx_sre.session.saving import HotSaver
@@ -61,6 +62,8 @@ class Context:
         self._go = go
         self._tracked: dict[str, Any] = {}
         self._reports: StepReports | None = None
+        self._gpu: GpuTimer | None = None
+        """None on the CPU."""
         self._loop_phase = Phase.FIRST_STEP
         """What of the step loop runs outside of other phases: the first step has a deadline of its own."""
         self._saver: HotSaver | RankSaver | None = None
@@ -136,7 +139,7 @@ class Context:
         if self._saver is not None:
             raise UserError("ctx.track() was called after ctx.restore(): register all state first")
         control, me = self._control, weakref.ref(self)  # a script's loader may outlive the generation
-        follow_loaders(objects, lambda: control.step, lambda: _let_change(me()), lambda: _begin_step(me()))
+        follow_loaders(objects, lambda: control.step, lambda: _let_change(me()), lambda: _take_batch(me()))
         for name, value in objects.items():
             if not is_restorable(value):
                 raise UserError(
@@ -177,6 +180,10 @@ class Context:
         control.enter(Phase.FIRST_STEP)
         assert control.channel.ring is not None  # it came before 'go'
         self._reports = StepReports(control.channel.ring, control.clock, self.generation, self._saver)
+        if self.device.type == "cuda":
+            from nvrx_sre.session.gpu_time import timer_for
+
+            self._gpu = timer_for(self._tracked.values())
         return taken.step
 
     def commit(self, loss: float | torch.Tensor | None = None, tokens: int = 0) -> None:
@@ -208,6 +215,8 @@ class Context:
         self._loop_phase = Phase.STEP
         entered_ns = control.enter(Phase.STEP, tell=False)
         control.step = step
+        if self._gpu is not None:
+            reports.gpu_ns = self._gpu.boundary()
         waits = captured.durable and self._process.settings.waits_for_writer
         until = control.wait_turn if waits else captured.save
         if reports.tell(step, boundary_ns, entered_ns, value, captured) or until is not None:
@@ -225,6 +234,8 @@ class Context:
         reports.enter(Phase.SAVE, self._control.enter(Phase.SAVE, tell=False))
         until(step)
         reports.enter(Phase.STEP, self._control.enter(Phase.STEP, tell=False))
+        if self._gpu is not None:
+            self._gpu.begin_step()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -241,7 +252,7 @@ class Context:
         finally:
             self._reports.enter(Phase.STEP, self._control.enter(self._loop_phase, tell=False))
             if phase is Phase.DATA:
-                self._begin_step()
+                self._take_batch()
 
     def mark(self, point: str) -> None:
         """A named point inside a step: evidence of progress, and where planned faults fire.
@@ -254,6 +265,8 @@ class Context:
         reports = self._reports
         if point == "collective" and reports is not None and not reports.arrived_ns:
             reports.arrived_ns = now_ns
+            if self._gpu is not None:
+                self._gpu.mark()
 
     def tick(self) -> None:
         """Progress without a commit, such as a micro-batch: feeds the deadline."""
@@ -302,6 +315,8 @@ class Context:
         """The generation is over on this rank; the runtime's exit, not for user code. Blocks for a running copy."""
         if self._watch is not None:
             self._watch.close()
+        if self._gpu is not None:
+            self._gpu.close()
         if self._saver is not None:
             self._saver.close()
             self._spare.keep(self._tracked)
@@ -321,6 +336,12 @@ class Context:
         if self._saver is not None:
             self._saver.begin_step()
 
+    def _take_batch(self) -> None:
+        """The script has a batch: the step begins, if it has not."""
+        self._begin_step()
+        if self._gpu is not None:
+            self._gpu.batch()
+
     def _inject(self, point: str) -> None:
         """Fire planned faults of the next step; before the restore, of the step after the newest candidate's."""
         if self._injector is not None:
@@ -333,6 +354,6 @@ def _let_change(context: Context | None) -> None:
         context._let_change()
 
 
-def _begin_step(context: Context | None) -> None:
+def _take_batch(context: Context | None) -> None:
     if context is not None:
-        context._begin_step()
+        context._take_batch()

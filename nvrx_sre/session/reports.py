@@ -41,7 +41,7 @@ class StepReports:
     """Reports of the steps of `generation`, from now on, into `ring`."""
 
     __slots__ = (
-        *("now_ns", "tokens", "save_ns", "arrived_ns"),
+        *("now_ns", "tokens", "save_ns", "arrived_ns", "gpu_ns"),
         *("_ring", "_generation", "_saver", "_begun_ns", "_data_ns", "_evaluate_ns", "_phase", "_entered_ns"),
     )
 
@@ -53,6 +53,8 @@ class StepReports:
         """Booked to saves so far."""
         self.arrived_ns = 0
         """When this rank came to the first collective of the step in hand, 0 if it has not."""
+        self.gpu_ns = 0
+        """What the GPU took for a stretch that was over since the report before, 0 for none (`gpu_time`)."""
         self._ring = ring
         self._generation = generation
         self._saver = saver
@@ -86,10 +88,11 @@ class StepReports:
                 saver.num_captured,
                 saver.num_skipped,
                 self.arrived_ns,
+                self.gpu_ns,
                 loss,
             )
         )
-        self.arrived_ns = 0
+        self.arrived_ns = self.gpu_ns = 0
         return is_wanted
 
     def enter(self, phase: Phase, now_ns: int) -> None:

@@ -452,6 +452,13 @@ DEVICE_ERRORS = _counter(
     _label("kind", DeviceErrorKind),
     scope=Scope.NODE,
 )
+RANK_GPU_SECONDS = _gauge(
+    "nvrx_rank_gpu_seconds",
+    Unit.SECONDS,
+    "GPU time of the stretch of a step that is the rank's own compute, smoothed; only where it is measured.",
+    _RANK,
+    scope=Scope.NODE,
+)
 RANK_HEARTBEAT = _gauge(
     "nvrx_rank_heartbeat_timestamp_seconds", Unit.TIMESTAMP, "Last message of the rank.", _RANK, scope=Scope.NODE
 )
@@ -464,7 +471,7 @@ RANK_LATENESS = _gauge(
 )
 RANK_MEMORY = _gauge("nvrx_rank_memory_bytes", Unit.BYTES, "Resident memory of the rank.", _RANK, scope=Scope.NODE)
 RANK_STEP = _gauge("nvrx_rank_step", Unit.STEPS, "Steps that the rank has committed.", _RANK, scope=Scope.NODE)
-RANK_FAMILIES = (RANK_HEARTBEAT, RANK_LATENESS, RANK_MEMORY, RANK_STEP)
+RANK_FAMILIES = (RANK_GPU_SECONDS, RANK_HEARTBEAT, RANK_LATENESS, RANK_MEMORY, RANK_STEP)
 """One series a rank under `--rank-metrics all`."""
 RANK_SUMMARIES = {metric.name: _extremes(metric) for metric in RANK_FAMILIES}
 """Family of ranks -> its least, its greatest value, and the ranks that have them, under `--rank-metrics summary`."""

@@ -63,6 +63,8 @@ class RankReading:
     heard_ns: int
     step: int
     lateness_s: float = 0.0
+    gpu_s: float | None = None
+    """None where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +151,11 @@ class NodeBoard:
             return tuple(reading.pid for reading in self._ranks.values())
 
     def exports(self, metric: Metric) -> bool:
-        """False for the families of ranks that the mode leaves out, and errors of devices where there is none."""
+        """False for the families of ranks that the mode leaves out, and for what is of devices where there is none."""
         if metric is catalog.DEVICE_ERRORS:
             return self._devices.num_seen > 0
+        if metric in _GPU_FAMILIES and all(reading.gpu_s is None for reading in self._ranks.values()):
+            return False
         if metric.bound is Bound.RANKS:
             return self.mode is RankMetrics.ALL
         return self.mode is RankMetrics.SUMMARY or metric.name not in _SUMMARY_NAMES
@@ -175,6 +179,7 @@ class NodeBoard:
         }
 
 
+_GPU_FAMILIES = (catalog.RANK_GPU_SECONDS, *catalog.RANK_SUMMARIES[catalog.RANK_GPU_SECONDS.name])
 _SUMMARY_NAMES = frozenset(metric.name for summary in catalog.RANK_SUMMARIES.values() for metric in summary)
 
 
@@ -205,6 +210,7 @@ def _columns(ranks: Mapping[int, RankReading], memory: Mapping[int, int]) -> dic
     """Family of ranks -> rank -> value."""
     ordered = sorted(ranks.items())
     return {
+        catalog.RANK_GPU_SECONDS.name: {rank: item.gpu_s for rank, item in ordered if item.gpu_s is not None},
         catalog.RANK_HEARTBEAT.name: {rank: seconds(item.heard_ns) for rank, item in ordered},
         catalog.RANK_LATENESS.name: {rank: item.lateness_s for rank, item in ordered},
         catalog.RANK_MEMORY.name: {rank: float(memory[item.pid]) for rank, item in ordered if item.pid in memory},

@@ -174,6 +174,7 @@ SEEN_OTHERWISE: dict[str, str] = {
         (
             *(f"nvrx_rank_heartbeat_timestamp_seconds_{end}" for end in ("max", "max_rank")),
             *(f"nvrx_rank_lateness_seconds_{end}" for end in ("min", "min_rank")),
+            "nvrx_rank_gpu_seconds_min_rank",
             *(f"nvrx_rank_memory_bytes_{end}" for end in ("min", "min_rank", "max_rank")),
             *(f"nvrx_rank_step_{end}" for end in ("min_rank", "max_rank")),
         ),

@@ -34,10 +34,10 @@ class Rank:
     ring: step_ring.StepRing
     own: Channel
 
-    def step(self, step: int, *, is_urgent: bool = False, arrived_ns: int = 0) -> None:
+    def step(self, step: int, *, is_urgent: bool = False, arrived_ns: int = 0, gpu_ns: int = 0) -> None:
         """Report a step."""
         assert self.own.ring is not None
-        if self.own.ring.put((1, step, *PLAIN, arrived_ns, UNKNOWN_LOSS)) or is_urgent:
+        if self.own.ring.put((1, step, *PLAIN, arrived_ns, gpu_ns, UNKNOWN_LOSS)) or is_urgent:
             self.own.ring_bell()
 
     def alive(self) -> bool:
@@ -228,7 +228,7 @@ def test_c01_what_a_killed_rank_had_told_counts(node: Node) -> None:
         "own = Channel(socket.socket(fileno=int(sys.argv[1])))\n"
         "own.ring = StepRing.map(int(sys.argv[2]))\n"
         "for step in range(1, 1001):\n"
-        f"    own.ring.put((1, step, *{PLAIN!r}, 0, 0.5))\n"
+        f"    own.ring.put((1, step, *{PLAIN!r}, 0, 0, 0.5))\n"
         "own.send(wire.Acked(generation=1, mono_ns=1))\n"
         "os.kill(os.getpid(), 9)\n"
     )
@@ -288,3 +288,10 @@ def test_lateness_is_noted_on_the_way(node: Node) -> None:
         rank.step(1, arrived_ns=arrived_ns)
     node.look()
     assert [node.intake.lateness.of(rank) for rank in (0, 1)] == pytest.approx([0.0, 0.02])
+
+
+def test_gpu_time_is_noted_on_the_way(node: Node) -> None:
+    """Of whoever measured it, whatever the others did."""
+    node.ranks[1].step(1, gpu_ns=30_000_000)
+    node.look()
+    assert [node.intake.gpu_times.of(rank) for rank in (0, 1)] == [None, pytest.approx(0.03)]

@@ -51,7 +51,10 @@ def node_board(mode: RankMetrics) -> NodeBoard:
     found = NodeBoard(mode)
     heard_ns = CLOCK.wall_ns()
     found.set_ranks(
-        {rank: RankReading(pid=rank, heard_ns=heard_ns, step=rank, lateness_s=0.1 * rank) for rank in RANKS}
+        {
+            rank: RankReading(pid=rank, heard_ns=heard_ns, step=rank, lateness_s=0.1 * rank, gpu_s=0.1 + 0.1 * rank)
+            for rank in RANKS
+        }
     )
     reading = HostReading(
         memory_limit_bytes=8 * GIB, memory_used_bytes=2 * GIB, hot_slots_bytes=GIB, storage=(9 * GIB, GIB),

@@ -35,6 +35,7 @@ HOT: st.SearchStrategy[wire.Message] = st.one_of(
         captured=_NUMBER,
         skipped=_NUMBER,
         arrived_ns=_NUMBER,
+        gpu_ns=_NUMBER,
     ),
     st.builds(wire.Alive, generation=_SMALL, step=_NUMBER, progress=_NUMBER, mono_ns=_NUMBER, num_dropped=_NUMBER),
     st.builds(wire.Sealed, generation=_SMALL, step=_NUMBER, slot=_SLOT, mono_ns=_NUMBER),
@@ -76,7 +77,7 @@ def test_a_packet_says_how_many_steps_were_before_it() -> None:
     packet = packets.encode(wire.Leave())
     ring = StepRing.create()
     assert unmark(packet) == (packet, 0) and unmark(ring.mark(packet)) == (packet, 0)
-    ring.put((*(0,) * 13, 0.0))
+    ring.put((*(0,) * 14, 0.0))
     assert unmark(ring.mark(packet)) == (packet, 1)
     ring.close()
     with pytest.raises(ValueError, match="not a message"):

@@ -19,12 +19,12 @@ from nvrx_sre.events.step_ring import NUM_STEPS, StepRecord, StepRing
 
 ALL = 2**63
 FIRST_PLACE = step_ring.COUNTS_BYTES
-DIGEST_OFFSET = 14 * 8
+DIGEST_OFFSET = 15 * 8
 
 
 def record(number: int) -> StepRecord:
     """Something like a step's that no other has."""
-    return (*(number, 1, number, 3, 4, 5, 6, 7, -1, 1, 10, 11, number), number / 4)
+    return (number, 1, number, 3, 4, 5, 6, 7, -1, 1, 10, 11, number, 13, number / 4)
 
 
 @dataclass
@@ -185,10 +185,10 @@ def test_steps_that_a_rank_wrote_over_unseen_are_counted_and_the_newest_are_take
 def test_a_launcher_of_another_process_finds_the_same_digests(ends: Ends) -> None:
     """The hash of numbers depends on no process's seed; the smallest and the largest, and a loss that is unknown."""
     extremes: list[StepRecord] = [
-        (*(-(2**63),) * 13, -0.0),
-        (*(2**63 - 1,) * 13, 1e308),
-        (*(0,) * 13, math.inf),
-        (*(-1, 2**61 - 1, 2**61, -2, 1, 0, 5, 2**62, -1, 1, 7, 8, 2**40), 5e-324),
+        (*(-(2**63),) * 14, -0.0),
+        (*(2**63 - 1,) * 14, 1e308),
+        (*(0,) * 14, math.inf),
+        (*(-1, 2**61 - 1, 2**61, -2, 1, 0, 5, 2**62, -1, 1, 7, 8, 2**40, 9), 5e-324),
     ]
     code = (
         "import os, sys\n"

@@ -37,7 +37,8 @@ def test_readings_are_those_of_ranks_that_live() -> None:
     readings.hear(6, wire.Ready(generation=1, fit=True, reason="", mono_ns=1), 200)
     readings.hear(7, _alive(1), 300)
     readings.note_lateness((2, 9), (0.25, 1.0))
-    found = readings.of_ranks({5: 50, 6: 60, 7: 70})
+    found = readings.of_ranks({5: 50, 6: 60, 7: 70}, {2: 0.5}.get)
+    assert [found[rank].gpu_s for rank in (2, 3)] == [0.5, None]
     assert {rank: (item.pid, item.heard_ns, item.step, item.lateness_s) for rank, item in found.items()} == {
         2: (50, 100, 7, 0.25),
         3: (60, 200, 0, 0.0),

@@ -116,6 +116,46 @@ def test_a_commit_is_told_without_a_call(control: Control) -> None:
     assert control.num_bells == 0
 
 
+def test_gpu_time_comes_with_the_next_report(control: Control) -> None:
+    """The timer hears of batches, the first mark and commits; with the generation it is closed."""
+    context = restored_context(control)
+    heard: list[str] = []
+
+    def boundary() -> int:
+        heard.append("boundary")
+        return 70 + len(heard)
+
+    gpu: Any = SimpleNamespace(
+        boundary=boundary,
+        batch=lambda: heard.append("batch"),
+        mark=lambda: heard.append("mark"),
+        begin_step=lambda: heard.append("begin_step"),
+        close=lambda: heard.append("close"),
+    )
+    context._gpu = gpu
+    loader = DataLoader(TensorDataset(torch.arange(1)))
+    saver, context._saver = context._saver, None
+    context.track(loader=loader)
+    context._saver = saver
+    with context.phase("data"):
+        pass
+    next(iter(loader))
+    for point in ("forward", "collective", "collective"):
+        context.mark(point)
+    context.commit()
+    context.commit()
+    assert heard == ["batch", "batch", "mark", "boundary", "boundary"]
+    assert [report.gpu_ns for report in control.told()] == [74, 75]
+    standing: Any = saver
+    standing.at_boundary = lambda step: SimpleNamespace(slot=-1, durable=True, save=lambda step: heard.append("save"))
+    context.commit()
+    assert heard[-3:] == ["boundary", "save", "begin_step"], "the stretch begins after the wait"
+    process: Any = context._process
+    process.ring, context._saver = None, None
+    context.discard()
+    assert heard[-1] == "close"
+
+
 def test_a_step_that_is_not_finite_is_not_told(control: Control) -> None:
     """It is not committed either."""
     context = restored_context(control)

@@ -108,7 +108,7 @@ def test_what_is_told_arrives(rank: Rank) -> None:
     """Each number at its place; what belongs to one step alone is told once."""
     rank.saver.num_captured, rank.saver.num_skipped = 5, 6
     rank.reports.tokens += 1024
-    rank.reports.arrived_ns = 99
+    rank.reports.arrived_ns, rank.reports.gpu_ns = 99, 77
     told = rank.commit(slot=2, durable=True, loss=0.5)
     assert told == Step(
         generation=3,
@@ -126,6 +126,7 @@ def test_what_is_told_arrives(rank: Rank) -> None:
         captured=5,
         skipped=6,
         arrived_ns=99,
+        gpu_ns=77,
     )
     after = rank.commit()
-    assert (after.arrived_ns, after.has_loss, after.tokens) == (0, False, 1024)
+    assert (after.arrived_ns, after.gpu_ns, after.has_loss, after.tokens) == (0, 0, False, 1024)

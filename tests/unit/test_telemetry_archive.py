@@ -192,7 +192,7 @@ def test_a_run_that_a_person_ended_is_interrupted(tmp_path: Path, capsys: pytest
 def test_runs_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A root that is none, a name that is none: one line, exit 78."""
     assert main(["runs", "--root", str(tmp_path / "no")]) == 78
-    assert "--root" in capsys.readouterr().err
+    assert "name the directory of the run directories" in capsys.readouterr().err
     assert main(["runs", "nobody", "--root", str(tmp_path)]) == 78
     assert "no run 'nobody'" in capsys.readouterr().err
 

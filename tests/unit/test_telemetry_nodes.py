@@ -11,6 +11,7 @@ import pytest
 
 from nvrx_sre.checkpoint.memory import memory_in_force
 from nvrx_sre.events.schema import GenerationFormed, LauncherStarted
+from nvrx_sre.launcher.gpu_times import FORGOTTEN_AFTER_STEPS, GpuTimes
 from nvrx_sre.launcher.host import pod_name, resident_bytes, space_of
 from nvrx_sre.launcher.lateness import MAX_STEPS, Lateness
 from nvrx_sre.telemetry import catalog
@@ -93,6 +94,44 @@ def test_ranks_are_exported_one_by_one_as_extremes_or_not_at_all() -> None:
     assert [exported[mode](catalog.RANK_STEP) for mode in RankMetrics] == [True, False, False]
     assert [exported[mode](most) for mode in RankMetrics] == [False, True, False]
     assert all(exported[mode](catalog.STORAGE) for mode in RankMetrics)
+
+
+def test_gpu_time_is_exported_where_it_is_measured() -> None:
+    """A rank that has none has no series, and a node without any no summary either; with it the budget holds."""
+    least, most, least_rank, most_rank = catalog.RANK_SUMMARIES[catalog.RANK_GPU_SECONDS.name]
+    for mode, families in ((RankMetrics.ALL, [catalog.RANK_GPU_SECONDS]), (RankMetrics.SUMMARY, [most, most_rank])):
+        board = board_of(4, mode)
+        assert not any(map(board.exports, (catalog.RANK_GPU_SECONDS, least, most, least_rank, most_rank)))
+        gpu_s = {1: 0.2, 2: 0.3}
+        board.set_ranks({rank: RankReading(pid=rank, heard_ns=1, step=1, gpu_s=gpu_s.get(rank)) for rank in range(4)})
+        assert all(map(board.exports, families)) and num_series(board, leader=False) <= 40 + 6 * 4
+    values = filled(board)
+    assert values.numbers[catalog.RANK_GPU_SECONDS.name] == {("1",): 0.2, ("2",): 0.3}
+    assert [values.get(item) for item in (least, most, least_rank, most_rank)] == [0.2, 0.3, 1.0, 2.0]
+
+
+def test_gpu_time_is_smoothed_per_generation() -> None:
+    """One slow stretch is a tenth of itself; reports without a stretch change nothing; a generation begins anew."""
+    times = GpuTimes()
+    times.report(1, 0, 0)
+    assert times.of(0) is None
+    for gpu_ns in (20_000_000, 0, 120_000_000):
+        times.report(1, 0, gpu_ns)
+    assert times.of(0) == pytest.approx(0.03) and times.of(1) is None
+    times.report(2, 1, 5_000_000)
+    assert times.of(0) is None and times.of(1) == pytest.approx(0.005)
+
+
+def test_gpu_time_is_forgotten_when_nothing_is_measured_any_more() -> None:
+    """A rank whose host has stopped leading must not look as it did; one measurement in many steps is enough."""
+    times = GpuTimes()
+    for _ in range(3):
+        times.report(1, 0, 20_000_000)
+        for _ in range(FORGOTTEN_AFTER_STEPS - 1):
+            times.report(1, 0, 0)
+        assert times.of(0) == pytest.approx(0.02)
+    times.report(1, 0, 0)
+    assert times.of(0) is None
 
 
 def test_c53_what_a_dead_process_reported_goes_with_it() -> None:
