@@ -40,6 +40,8 @@ DIGESTS = ("loss_digest", "samples_digest", "state_digest")
 
 STEP_DEADLINE_S = 3.0
 """A step is 0.2 s, and a rank that hangs is one that takes so long (seconds)."""
+LIMITS = "[telemetry]\nstep_aggregate_s = 0.001\n"
+"""Each step is on record by itself, however short: which of them a capture is in is what is measured."""
 HOT_EVERY = 5
 """Of the runs with faults, so that what is trained again is the same in each run."""
 FIRST_FAULT_STEP = 110
@@ -156,8 +158,10 @@ class Benchmark:
 
     def _launch(self, run_dir: Path, specs: Sequence[str], *options: str, steps: int, rank: Sequence[str]) -> None:
         faults = [argument for spec in specs for argument in ("--fault", spec)]
+        limits = run_dir.with_suffix(".toml")
+        limits.write_text(LIMITS)
         command = [
-            *(sys.executable, "-m", "nvrx_sre", "launch", "--run-dir", str(run_dir)),
+            *(sys.executable, "-m", "nvrx_sre", "launch", "--run-dir", str(run_dir), "--config", str(limits)),
             *("--metrics-linger", "0", "--step-deadline", str(STEP_DEADLINE_S), *faults, *options),
             *("--nproc-per-node", str(self._config.ranks), *RANK, rank[0], str(steps), *rank[1:]),
         ]
