@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nvrx_sre.cli.narrate import duration_text
+from nvrx_sre.cli.narrate import WARN, duration_text
 from nvrx_sre.cli.report import make_console, print_whole
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import Verdict
+from nvrx_sre.faults.plan import RARE_PHASES, STORAGE_KINDS, FaultSpec
 from nvrx_sre.monitoring import assets
 
 DEGRADED = "degraded: recovered with a smaller world, from an older checkpoint or with a large rollback"
@@ -50,6 +51,7 @@ def print_summary(
             _print_saves(console, summary.get("saves") or {})
             _print_goodput(console, summary.get("goodput") or {})
         _print_result(console, summary, num_steps)
+        _print_never_struck(console, summary)
     _print_places(console, run_dir, metrics_url)
 
 
@@ -146,6 +148,24 @@ def _print_result(console: Console, summary: Mapping[str, Any], num_steps: int |
             style="bold green" if code == 0 else "bold red",
         )
     )
+
+
+def _print_never_struck(console: Console, summary: Mapping[str, Any]) -> None:
+    """A trial in which nothing was broken has shown nothing: say so, a line for each fault."""
+    last_step = summary.get("high_water") or 0
+    for text in summary.get("faults_never_struck") or []:
+        reason = _why_it_did_not(FaultSpec.parse(text), last_step)
+        console.print(Text(f"planned, never struck: {text} ({reason})", style=WARN))
+
+
+def _why_it_did_not(spec: FaultSpec, last_step: int) -> str:
+    if spec.step > last_step:
+        return f"the run ended at step {last_step}"
+    if spec.kind in STORAGE_KINDS:
+        return f"no save from step {spec.step} on came to its stage"
+    if spec.phase in RARE_PHASES:
+        return f"rank {spec.rank} had no {spec.phase} from step {spec.step} on"
+    return f"rank {spec.rank} passed no such point in step {spec.step}"
 
 
 def _print_places(console: Console, run_dir: Path, metrics_url: str) -> None:

@@ -63,6 +63,8 @@ class RunStarted(Event):
     """Warm spare processes that were asked for."""
     allow_brake: bool = False
     """The site's brake may halt the run."""
+    faults: list[str] = field(default_factory=list)
+    """The plan of faults, each in the words of its `FaultInjected.spec`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class SummaryFold(Snapshotted):
 
     STATE = (
         *("_exit_code", "_world_size", "_step", "_redone", "_loss", "_result", "_saves", "_blocking_s"),
-        *("_mismatches", "_num_events"),
+        *("_mismatches", "_num_events", "_planned", "_struck"),
     )
 
     def __init__(
@@ -71,8 +71,12 @@ class SummaryFold(Snapshotted):
         self._blocking_s = 0.0
         self._mismatches = 0
         self._num_events = 0
+        self._planned: list[str] = []
+        self._struck: set[str] = set()
         self._handlers: dict[type[schema.Event], Callable[[Any], None]] = {
+            schema.RunStarted: self._on_run_started,
             schema.LauncherStarted: self._on_launcher_started,
+            schema.FaultInjected: self._on_fault_injected,
             schema.GenerationFormed: self._on_generation_formed,
             schema.StateRestored: self._on_state_restored,
             schema.StepsCommitted: self._on_steps_committed,
@@ -116,6 +120,7 @@ class SummaryFold(Snapshotted):
             "goodput": {kind.value: ratio for kind, ratio in self.ledger.goodput(now_ns).items()},
             "ledger": {state.value: spent_s for state, spent_s in self.ledger.booked().items()},
             "wall_s": self.ledger.wall_s(now_ns),
+            "faults_never_struck": [spec for spec in self._planned if spec not in self._struck],
             "incidents": [incident_row(item) for item in incidents],
             "saves": {**{tier: dict(counts) for tier, counts in self._saves.items()}, "blocking_s": self._blocking_s},
             "telemetry": {"events": self._num_events, "dropped": dropped, "spans": spans},
@@ -123,6 +128,13 @@ class SummaryFold(Snapshotted):
 
     def _count(self, tier: Tier, outcome: str) -> None:
         self._saves[tier.value][outcome] += 1
+
+    def _on_run_started(self, event: schema.RunStarted) -> None:
+        self._planned = list(event.faults)
+
+    def _on_fault_injected(self, event: schema.FaultInjected) -> None:
+        """Counts for the whole run: a fault that has fired as often as it may does not strike another launcher."""
+        self._struck.add(event.spec)
 
     def _on_launcher_started(self, _: schema.LauncherStarted) -> None:
         self._exit_code = None

@@ -57,7 +57,7 @@ __all__ = ["Machine", "MachineConfig", "MachineStart"]
 _GATHERED = frozenset({ChildState.STARTING, ChildState.PARKED, ChildState.ASSIGNED, ChildState.READY})
 """States of a child that is on its way into the pending generation."""
 _OF_WRITERS = (wire.WriterProgress, wire.Retired, wire.Injected)
-_AFTER_ENTRY = (wire.Acked, wire.Injected, wire.Rejected)
+_AFTER_ENTRY = (wire.Acked, wire.Rejected)
 """What counts of the open generation in whatever state the rank is. (Named here: a union would be built each time.)"""
 
 
@@ -261,6 +261,8 @@ class Machine:
             return child.state is ChildState.STARTING
         if child.role is Role.WRITER:
             return isinstance(message, _OF_WRITERS)
+        if isinstance(message, wire.Injected):
+            return True  # a strike is a fact, whatever has become of its generation: it never comes again
         if self._job.stage is Stage.STOPPING:
             return False
         if isinstance(message, wire.Ready):

@@ -33,6 +33,7 @@ from nvrx_sre.events.schema import (
     RolledBack,
     RunStarted,
 )
+from nvrx_sre.faults.plan import FaultSpec
 from nvrx_sre.launcher.braking import BrakeConsent, write_consent
 from nvrx_sre.launcher.commands import Stop
 from nvrx_sre.launcher.config import NodesConfig, RunConfig
@@ -276,6 +277,7 @@ def _announce(
             fresh=config.start_fresh,
             allow_brake=config.allow_brake,
             labels=config.labels,
+            faults=[str(FaultSpec.parse(text)) for text in config.fault_specs],
         ),
         generation,
     )

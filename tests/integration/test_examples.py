@@ -82,11 +82,14 @@ def test_it_runs_alone() -> None:
 
 @pytest.mark.processes
 def test_the_resilient_script_survives_faults(plain_losses: list[float], tmp_path: Path) -> None:
-    """An exception, a SIGKILL and a hang later it ends with the loss of the undisturbed plain script."""
+    """An exception, a SIGKILL and a hang later it ends with the loss of the undisturbed plain script.
+
+    What was planned for a step beyond its last never struck, and is named.
+    """
     faults = ["exception@1:40", "sigkill@0:90", "hang@1:150"]
     run_dir = tmp_path / "run"
     arguments = ["launch", "--nproc-per-node", "2", "--run-dir", str(run_dir), *PATIENT, *FINDS_HANGS]
-    planned = [item for fault in faults for item in ("--fault", fault)]
+    planned = [item for fault in (*faults, "exception@0:900") for item in ("--fault", fault)]
     ended = finish(start([*arguments, "--metrics-linger", "0", *planned, str(RESILIENT)]), run_dir)
     assert ended.exit_code == 0, ended.explain()
     assert [event.spec for _, event in ended.events(FaultInjected)] == faults
@@ -94,3 +97,5 @@ def test_the_resilient_script_survives_faults(plain_losses: list[float], tmp_pat
     assert verdicts == [Verdict.RECOVERED] * 3, ended.explain()
     assert round(ended.summary["final_loss"], 6) == plain_losses[-1]
     assert ended.summary["steps"] == 200
+    assert ended.summary["faults_never_struck"] == ["exception@0:900"]
+    assert "planned, never struck: exception@0:900 (the run ended at step 200)\n" in ended.output

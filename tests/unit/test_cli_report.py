@@ -346,6 +346,27 @@ def test_final_tables_show_the_summary(tmp_path: Path) -> None:
     assert "halted" not in shown and "spans" not in shown
 
 
+def test_final_tables_name_faults_that_never_struck(tmp_path: Path) -> None:
+    """With what each would have needed; a run whose faults all struck says nothing of it."""
+    why = {
+        "exception@0:900": "the run ended at step 50",
+        "exception@0:3/backward": "rank 0 passed no such point in step 3",
+        "hang@1:9": "rank 1 passed no such point in step 9",
+        "sigkill@2:9/restore": "rank 2 had no restore from step 9 on",
+        "no_space@0:40/rename": "no save from step 40 on came to its stage",
+        "sigkill@0:60/save": "the run ended at step 50",
+    }
+    summary = {"run": "x", "high_water": 50, "faults_never_struck": list(why)}
+    console, output = _console()
+    final_tables.print_summary(summary, tmp_path, console=console)
+    lines = [line for line in output.getvalue().splitlines() if "never struck" in line]
+    assert lines == [f"planned, never struck: {spec} ({reason})" for spec, reason in why.items()]
+
+    console, output = _console()
+    final_tables.print_summary(summary | {"faults_never_struck": []}, tmp_path, console=console)
+    assert "never struck" not in output.getvalue()
+
+
 def test_final_tables_tell_a_degraded_recovery(tmp_path: Path) -> None:
     """As the line of the incident did, and what it means; an incident that ended the run is not called so."""
     console, output = _console()

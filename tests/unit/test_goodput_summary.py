@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from nvrx_sre.events.schema import LedgerState, ReplayDiverged, SaveFailed, SaveFailure, SaveSkipped, SkipReason, Tier
+from nvrx_sre.events.schema import (
+    FaultInjected,
+    LedgerState,
+    ReplayDiverged,
+    RunStarted,
+    SaveFailed,
+    SaveFailure,
+    SaveSkipped,
+    SkipReason,
+    Tier,
+)
 from nvrx_sre.goodput.summary import SummaryFold
 from tests.stories import RUN, Story, begin, exception_story, fallback_story
 
@@ -95,3 +106,35 @@ def test_an_open_incident_is_in_the_list() -> None:
             break
     row = fold.to_dict(record.time_ns)["incidents"][0]
     assert (row["verdict"], row["outage_s"]) == ("recovering", None)
+
+
+def start_with(story: Story, at_s: float, *specs: str) -> None:
+    """A launcher of the story starts with this plan."""
+    started = next(record.event for record in story.records if isinstance(record.event, RunStarted))
+    story.add(at_s, dataclasses.replace(started, faults=list(specs)))
+
+
+def strike(story: Story, at_s: float, spec: str) -> None:
+    """A fault of the plan fires on rank 0."""
+    story.add(at_s, FaultInjected(spec=spec, step=3, passes=1, injected_ns=0), 0)
+
+
+def test_faults_that_never_struck_are_named_in_the_order_of_the_plan() -> None:
+    """One that struck, on a rank or in the writer, is none of them; nor is any once all have."""
+    story, _ = begin()
+    start_with(story, 3.0, "exception@0:900", "hang@0:3", "slow_storage@0:3=0.5s")
+    assert summarize(story)["faults_never_struck"] == ["exception@0:900", "hang@0:3", "slow_storage@0:3=0.5s"]
+    strike(story, 4.0, "hang@0:3")
+    strike(story, 4.0, "slow_storage@0:3=0.5s")
+    assert summarize(story)["faults_never_struck"] == ["exception@0:900"]
+    strike(story, 5.0, "exception@0:900")
+    assert summarize(story)["faults_never_struck"] == []
+
+
+def test_a_fault_that_struck_under_an_earlier_launcher_has_struck() -> None:
+    """The plan in force is the newest launcher's; what fired stays fired."""
+    story, _ = begin()
+    start_with(story, 3.0, "sigterm@0:3", "hang@0:5")
+    strike(story, 4.0, "sigterm@0:3")
+    start_with(story, 6.0, "sigterm@0:3", "hang@0:9")
+    assert summarize(story)["faults_never_struck"] == ["hang@0:9"]

@@ -457,6 +457,17 @@ def test_injected_faults_are_recorded() -> None:
     assert [record.rank for record in driven.records_of(schema.FaultInjected)] == [1]
 
 
+@pytest.mark.parametrize("phase", ["exit", "teardown"])
+def test_what_strikes_while_the_run_ends_is_recorded(phase: str) -> None:
+    """Also a preemption that the plan itself brought about: else it would strike the next launcher once more."""
+    driven = begun(num_standbys=0)
+    driven.step(7)
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    injected = wire.Injected(generation=1, spec=f"sigterm@1:7/{phase}", step=8, passes=1, mono_ns=driven.now_ns)
+    driven.say(driven.child_of(1), injected)
+    assert [event.spec for event in driven.events(schema.FaultInjected)] == [f"sigterm@1:7/{phase}"]
+
+
 def test_stamps_are_wall_time() -> None:
     """Monotonic stamps of ranks come out as anchored wall time."""
     driven = DrivenMachine(limits=Limits())
