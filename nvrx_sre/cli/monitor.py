@@ -1,11 +1,12 @@
 """`nvrx-sre monitor`: Prometheus and Alertmanager of this machine for some runs, and what fires.
 
-Model: `Watched` reads which endpoints the run directories name (metrics.json, which each launcher's start writes
-anew) and gives them to the stack's targets file, so that restarted launchers and new runs appear by themselves. Over
-several nodes the followers of the leader's epoch are scraped beside it, where they can be reached from here. Each turn
-asks Prometheus for the alerts and shows what changed: a table on a terminal, a line a change with its time elsewhere.
-An alert that another one holds back, so that nobody is told of it, says so. Runs until Ctrl-C, SIGTERM or the
-terminal's end; servers, ports and files are gone then.
+Model: `Watched` reads which endpoints the run directories name and gives them to the stack's targets file, so that
+restarted launchers and new runs appear by themselves. Each turn asks Prometheus for the alerts and shows what changed:
+a table on a terminal, a line a change with its time elsewhere. An alert that another one holds back, so that nobody is
+told of it, says so. Runs until Ctrl-C, SIGTERM or the terminal's end; servers, ports and files are gone then.
+
+Prometheus may have missed the end of a run, its directory says it: alerts whose rules ask whether the run has ended are
+not shown of one that has. Those that outlive it (`NvrxRunHalted`, `NvrxCrashLooping`) are.
 
 An endpoint with TLS or a password is scraped with the CA and the password file that were given; Prometheus reads both
 files itself. One that they do not open is not scraped, and said not to be. A password goes over TLS or loopback only.
@@ -17,12 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import click
 from rich.console import Console
@@ -32,135 +32,25 @@ from rich.table import Table
 from nvrx_sre.cli.halt import existing_root, existing_run
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.cli.run_options import DEFAULT_RUNS
+from nvrx_sre.cli.watched import Endpoint, Resting, RunKey, Watched, ending
 from nvrx_sre.core.clock import Clock, SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.signals import SignalPipe
-from nvrx_sre.core.tls import is_loopback
-from nvrx_sre.launcher.host import node_name
-from nvrx_sre.launcher.rundir import RunDirectory, read_json
 from nvrx_sre.monitoring import generate, query
 from nvrx_sre.monitoring.alertmanager import WATCHDOG
+from nvrx_sre.monitoring.alerts import over_with_run
 from nvrx_sre.monitoring.inhibition import sources_of
 from nvrx_sre.monitoring.notices import RESOLVED_ANNOTATION
-from nvrx_sre.monitoring.stack import LOCAL_LABELS, MonitoringStack, ScrapeAccess, ScrapeTarget, StackConfig
+from nvrx_sre.monitoring.stack import MonitoringStack, ScrapeAccess, StackConfig
 from nvrx_sre.monitoring.values import Values, load_values
 
 TURN_S = 1.0
 """Between two looks at the run directories and at the alerts."""
-ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+MAX_RESTING_SHOWN = 5
+"""Of the runs that do not run."""
 FACTS = (("culprit", "culprit "), ("progress", ""))
 """(annotation, what stands before it) of what is told with the summary."""
 STYLES = {"critical": "bold red", "warning": "yellow", "info": ""}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """Where a launcher says that it serves its metrics."""
-
-    run: str
-    directory: Path
-    url: str
-    pid: int
-    has_password: bool = False
-    node: str = ""
-    """Of a follower: the name of its host."""
-    epoch: int = 0
-    """Of a follower: the leadership that it joined."""
-
-    def unscraped_because(self, access: ScrapeAccess) -> str:
-        """Why it cannot be scraped with `access`; empty where it can."""
-        parts = urlsplit(self.url)
-        has_tls = parts.scheme == "https"
-        if self.node not in ("", node_name()) and is_loopback(parts.hostname or ""):
-            return f"node {self.node} serves on its loopback: give its launcher --metrics-host"
-        if self.has_password and not has_tls and not is_loopback(parts.hostname or ""):
-            return "its password would be sent in the clear"
-        lacks_ca, lacks_password = has_tls and access.ca is None, self.has_password and access.password is None
-        has = [*(["TLS"] if lacks_ca else []), *(["a password"] if lacks_password else [])]
-        give = [*(["--metrics-ca"] if lacks_ca else []), *(["--metrics-user and its file"] if lacks_password else [])]
-        return f"its endpoint has {' and '.join(has)}: give {', '.join(give)}" if has else ""
-
-    def target(self) -> ScrapeTarget:
-        """What Prometheus scrapes; the directory that holds the run's is its namespace."""
-        labels = {**LOCAL_LABELS, "namespace": self.directory.parent.name or LOCAL_LABELS["namespace"]}
-        return ScrapeTarget(url=self.url, labels=labels, has_password=self.has_password)
-
-    def is_live(self) -> bool:
-        """Whether its launcher still runs, as far as this machine can know."""
-        is_here = is_loopback(urlsplit(self.url).hostname or "")
-        return not is_here or RunDirectory(self.directory).live_launcher() == self.pid
-
-
-class Watched:
-    """Endpoints of the runs to watch. Not thread-safe."""
-
-    def __init__(self, directories: Sequence[Path], root: Path | None) -> None:
-        self._directories = directories
-        self._root = root
-        self._known: dict[Path, Endpoint] = {}
-
-    def refresh(self) -> list[Endpoint]:
-        """Endpoints to scrape now.
-
-        One whose launcher died stays: that it is missing is what the rules must see. One whose run ended in order
-        goes, and one that was dead before we came never appears.
-        """
-        found: dict[Path, Endpoint] = {}
-        for directory in self._candidates():
-            endpoint = read_endpoint(directory)
-            if endpoint is None:
-                continue
-            if endpoint.is_live() or (self._known.get(directory) == endpoint and not has_ended(directory)):
-                found[directory] = endpoint
-        self._known = found
-        return [item for directory, leader in found.items() for item in (leader, *read_followers(directory))]
-
-    def _candidates(self) -> Iterable[Path]:
-        below = sorted(path.parent for path in self._root.glob("*/metrics.json")) if self._root is not None else []
-        return dict.fromkeys([*self._directories, *(path.absolute() for path in below)])
-
-
-def read_followers(directory: Path) -> list[Endpoint]:
-    """Endpoints of the nodes that joined the newest leader: a file of an earlier epoch may name another's port."""
-    newest = RunDirectory(directory).newest_epoch()
-    found = (read_endpoint(directory, file) for file in sorted(directory.glob("metrics-*.json")))
-    return [item for item in found if item is not None and item.epoch == newest]
-
-
-def read_endpoint(directory: Path, file: Path | None = None) -> Endpoint | None:
-    """What metrics.json, or the file of a follower, says; None if there is none (yet) or it is damaged."""
-    value = read_json(RunDirectory(directory).metrics if file is None else file)
-    try:
-        node, epoch = str(value.get("node", "")), int(value.get("epoch", 0))
-        parts = urlsplit(str(value["url"]))
-        host = parts.hostname or ""
-        if host in ANY_HOST:
-            host = ANY_HOST[host] if node in ("", node_name()) else node
-        netloc = f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"
-        url = urlunsplit((parts.scheme, netloc, parts.path, "", ""))
-        has_password = bool(value.get("password"))
-        run, pid = str(value["run"]), int(value["pid"])
-        return Endpoint(
-            run=run, directory=directory, url=url, pid=pid, has_password=has_password, node=node, epoch=epoch
-        )
-    except (AttributeError, TypeError, KeyError, ValueError):
-        return None
-
-
-def has_ended(directory: Path) -> bool:
-    """Whether the newest launcher ended in order: it writes the summary last."""
-    paths = RunDirectory(directory)
-    try:
-        return paths.summary.stat().st_mtime_ns >= paths.metrics.stat().st_mtime_ns
-    except OSError:
-        return False
-
-
-def ending(directory: Path) -> str:
-    """Why a run is not watched any more."""
-    summary = read_json(RunDirectory(directory).summary)
-    code = summary.get("exit_code") if isinstance(summary, dict) and has_ended(directory) else None
-    return "its directory names no endpoint" if code is None else f"it ended with exit {code}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +88,13 @@ def shown_alerts(alerts: Iterable[Mapping[str, Any]]) -> list[Shown]:
         (item for item in found if item.severity in order and item.alert != WATCHDOG),
         key=lambda item: (item.state != "firing", order.index(item.severity), item.run, item.alert),
     )
+
+
+def news(
+    alerts: Iterable[Mapping[str, Any]], settled: Collection[RunKey], over: Collection[str]
+) -> list[Mapping[str, Any]]:
+    """Alerts of Prometheus' API without those that are `over` with their run, of runs that are `settled`."""
+    return [item for item in alerts if not (_about(item)[0] in over and _about(item)[1:] in settled)]
 
 
 def _about(item: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -245,8 +142,10 @@ def _what(item: Shown) -> str:
     return f"{item.severity} {item.alert} namespace={item.namespace} run={item.run}"
 
 
-def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown], access: ScrapeAccess) -> Table:
-    """What is watched and what fires, for a terminal."""
+def alert_table(
+    endpoints: Sequence[Endpoint], alerts: Sequence[Shown], access: ScrapeAccess, resting: Sequence[Resting] = ()
+) -> Table:
+    """What is watched, what fires, and what does not run, for a terminal."""
     runs = ", ".join(dict.fromkeys(item.run for item in endpoints)) or "none"
     table = Table(title=f"runs: {runs}", title_justify="left", expand=True)
     for name in ("state", "severity", "run", "alert", "summary"):
@@ -256,9 +155,11 @@ def alert_table(endpoints: Sequence[Endpoint], alerts: Sequence[Shown], access: 
     hidden = [(endpoint, why) for endpoint in endpoints if (why := endpoint.unscraped_because(access))]
     for endpoint, why in hidden:
         table.add_row("unknown", "", endpoint.run, "", f"not scraped, {why}")
-    if not endpoints:
+    for one in resting[:MAX_RESTING_SHOWN]:
+        table.add_row("ended", "", one.run, "", one.state)
+    if not endpoints and not resting:
         table.add_row("unknown", "", "", "", "no run is there to be watched")
-    elif not alerts and len(hidden) < len(endpoints):
+    elif endpoints and not alerts and len(hidden) < len(endpoints):
         table.add_row("quiet", "", "", "", "nothing fires")
     return table
 
@@ -327,6 +228,7 @@ class View:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._endpoints: list[Endpoint] | None = None
         self._alerts: list[Shown] = []
+        self._over_with_run = over_with_run(Values())
 
     def __enter__(self) -> View:
         if self._live is not None:
@@ -341,18 +243,19 @@ class View:
         """Look once. What Prometheus cannot answer now is asked again at the next turn."""
         endpoints = watched.refresh()
         if endpoints != self._endpoints:
-            self._turn_to(endpoints, stack)
+            self._turn_to(endpoints, stack, watched.resting())
             self._endpoints = endpoints
         with contextlib.suppress(query.QueryError):
-            alerts = shown_alerts(query.alerts(stack.prometheus_url))
+            told = query.alerts(stack.prometheus_url)
+            alerts = shown_alerts(news(told, watched.settled(self._clock.wall_ns()), self._over_with_run))
             for line in changes(self._alerts, alerts):
                 self._say(line)
             self._alerts = alerts
         if self._live is not None:
-            self._live.update(alert_table(endpoints, self._alerts, self._access), refresh=True)
+            self._live.update(alert_table(endpoints, self._alerts, self._access, watched.resting()), refresh=True)
 
-    def _turn_to(self, endpoints: Sequence[Endpoint], stack: MonitoringStack) -> None:
-        """Scrape these from now on, and say what is not scraped any more, or cannot be."""
+    def _turn_to(self, endpoints: Sequence[Endpoint], stack: MonitoringStack, resting: Sequence[Resting]) -> None:
+        """Scrape these from now on; say what is not scraped any more or cannot be, and at first what does not run."""
         refused = {item.url: item.unscraped_because(self._access) for item in endpoints}
         scraped = [item for item in endpoints if not refused[item.url]]
         stack.set_targets([item.target() for item in scraped])
@@ -360,11 +263,19 @@ class View:
         gone = {item.directory: item.run for item in self._endpoints or () if item.directory not in left}
         for directory, run in gone.items():
             self._say(f"not watching {run} any more: {ending(directory)}")
-        none = "no run yet" if self._endpoints is None else "no run"
+        if self._endpoints is None:
+            self._say_resting(resting)
+        none = "no run" if self._endpoints is not None else "no run until one is started" if resting else "no run yet"
         self._say(f"watching {', '.join(f'{item.run} ({item.url})' for item in scraped) or none}")
         for item in endpoints:
             if refused[item.url]:
                 self._say(f"not watching {item.run} ({item.url}): {refused[item.url]}")
+
+    def _say_resting(self, resting: Sequence[Resting]) -> None:
+        for item in resting[:MAX_RESTING_SHOWN]:
+            self._say(f"{item.run} {item.state}")
+        if len(resting) > MAX_RESTING_SHOWN:
+            self._say(f"{len(resting) - MAX_RESTING_SHOWN} more do not run")
 
     def _say(self, line: str) -> None:
         if self._live is None:

@@ -21,7 +21,7 @@ from nvrx_sre.monitoring.alerts_progress import progress_alerts, progress_record
 from nvrx_sre.monitoring.alerts_recovery import recovery_alerts
 from nvrx_sre.monitoring.endings import ending_recordings
 from nvrx_sre.monitoring.inhibition import told_before
-from nvrx_sre.monitoring.recordings import Readings
+from nvrx_sre.monitoring.recordings import MAX_EXPECTED, Readings
 from nvrx_sre.monitoring.recordings import recording_rules as metric_recordings
 from nvrx_sre.monitoring.rule import RUN_DASHBOARD_UID as RUN_DASHBOARD_UID
 from nvrx_sre.monitoring.rule import AlertRule as AlertRule
@@ -50,6 +50,12 @@ def alert_rules(values: Values) -> list[AlertRule]:
 def all_alert_rules(values: Values) -> list[AlertRule]:
     """The alerts of both files: each name has a runbook."""
     return [*alert_rules(values), *kubernetes_alerts(values)]
+
+
+def over_with_run(values: Values) -> frozenset[str]:
+    """Names of the alerts that say nothing of a run that has ended: each of their rules asks whether it has."""
+    outlive = {rule.name for rule in alert_rules(values) if MAX_EXPECTED not in rule.expr}
+    return frozenset(rule.name for rule in alert_rules(values)) - outlive
 
 
 def rules_document(values: Values) -> dict[str, Any]:

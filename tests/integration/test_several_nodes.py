@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 import pytest
 
-from nvrx_sre.cli.monitor import read_followers
+from nvrx_sre.cli.watched import read_followers
 from nvrx_sre.events.schema import (
     Event,
     FaultClass,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nvrx_sre.cli.monitor import Watched
+from nvrx_sre.cli.watched import Watched
 from nvrx_sre.monitoring import generate, query
 from nvrx_sre.monitoring.alertmanager import WATCHDOG
 from nvrx_sre.monitoring.stack import MonitoringStack, ScrapeTarget, StackConfig

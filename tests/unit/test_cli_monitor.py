@@ -16,12 +16,16 @@ import pytest
 from rich.console import Console
 
 from nvrx_sre.cli.main import main
-from nvrx_sre.cli.monitor import Endpoint, Shown, View, Watched, alert_table, changes, read_endpoint, shown_alerts
+from nvrx_sre.cli.monitor import MAX_RESTING_SHOWN, Shown, View, alert_table, changes, news, shown_alerts
+from nvrx_sre.cli.watched import SEEN_AGAIN_S, Endpoint, Resting, Watched, read_endpoint
 from nvrx_sre.core import processes
 from nvrx_sre.core.clock import seconds
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.launcher.host import node_name
+from nvrx_sre.monitoring import query
+from nvrx_sre.monitoring.alerts import alert_rules, over_with_run
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeAccess, ScrapeTarget
+from nvrx_sre.monitoring.values import Values
 from nvrx_sre.testing.clock import ManualClock
 from tests.certificates import make_certificate
 
@@ -318,3 +322,133 @@ def test_a_follower_on_another_host_is_scraped_there_or_said_not_to_be(tmp_path:
         "",
         "node node-c serves on its loopback: give its launcher --metrics-host",
     )
+
+
+def end(directory: Path, exit_code: int, pid: int) -> Path:
+    """The launcher of that run has ended with this exit code, and left its summary last."""
+    serve(directory, pid, ticks=1)
+    (directory / "summary.json").write_text(json.dumps({"exit_code": exit_code}))
+    return directory
+
+
+def start_again(directory: Path, now_s: float, ago_s: float) -> None:
+    """A launcher that runs has written where it serves, so long ago; the summary before it is older."""
+    serve(directory, os.getpid())
+    os.utime(directory / "metrics.json", (now_s - ago_s, now_s - ago_s))
+    os.utime(directory / "summary.json", (now_s - ago_s - 100, now_s - ago_s - 100))
+
+
+def test_alerts_that_tell_why_a_run_ended_outlive_it() -> None:
+    """All others of a run ask whether it has ended: their own rules say so."""
+    names = {rule.name for rule in alert_rules(Values())}
+    assert names - over_with_run(Values()) == {"NvrxRunHalted", "NvrxCrashLooping", "NvrxWatchdog"}
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "is_news"), [(0, False), (78, False), (93, False), (130, False), (143, False), (70, True), (75, True)]
+)
+def test_a_run_that_ended_in_order_is_not_missing(tmp_path: Path, dead_pid: int, exit_code: int, is_news: bool) -> None:
+    """Unless it waits to be started again: that nobody does is what the alert is for."""
+    directory = end(tmp_path / "runs" / "demo", exit_code, dead_pid)
+    settled = Watched([directory], None).settled(0)
+    told = [alert("NvrxTargetMissing", "critical"), alert("NvrxCheckpointStale", "critical", "pending")]
+    assert news(told, settled, over_with_run(Values())) == (told if is_news else [])
+
+
+def test_why_a_run_ended_and_what_fires_of_others_stays(tmp_path: Path, dead_pid: int) -> None:
+    """The halt and the loop of the ended one, and everything of a run of another name or namespace."""
+    settled = Watched([], end(tmp_path / "runs" / "demo", 93, dead_pid).parent).settled(0)
+    assert settled == {("runs", "demo")}
+    kept = [
+        alert("NvrxRunHalted", "critical"),
+        alert("NvrxCrashLooping", "critical"),
+        alert("NvrxTargetMissing", "critical", run="other"),
+    ]
+    elsewhere = alert("NvrxTargetMissing", "critical")
+    elsewhere["labels"]["namespace"] = "elsewhere"
+    gone = alert("NvrxScrapesMissing", "info")
+    assert news([*kept, gone, elsewhere], settled, over_with_run(Values())) == [*kept, elsewhere]
+
+
+def test_a_run_that_was_killed_or_started_again_is_news(tmp_path: Path, dead_pid: int) -> None:
+    """A launcher without a summary; one that was started again, once a scrape had time to end what fired before; of
+    two directories with one key, the one that runs."""
+    directory, now_s = end(tmp_path / "runs" / "demo", 0, dead_pid), 1e9
+    watched = Watched([], directory.parent)
+    for ago_s, settled in ((SEEN_AGAIN_S - 1, {("runs", "demo")}), (SEEN_AGAIN_S, set())):
+        start_again(directory, now_s, ago_s)
+        watched.refresh()
+        assert watched.settled(int(now_s * 1e9)) == settled
+    end(directory, 0, dead_pid)
+    assert watched.settled(0) == {("runs", "demo")}
+    twin = serve(tmp_path / "runs" / "twin", os.getpid())
+    (twin / "metrics.json").write_text((twin / "metrics.json").read_text().replace('"twin"', '"demo"'))
+    watched.refresh()
+    assert watched.settled(0) == set()
+    (directory / "summary.json").unlink()
+    (twin / "metrics.json").unlink()
+    assert watched.settled(0) == set()
+
+
+def test_what_fires_of_a_run_whose_end_no_scrape_saw_is_not_told(
+    tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither as a line nor in the table, where the same alert of a launcher that was killed is."""
+    told = [alert("NvrxTargetMissing", "critical"), alert("NvrxTargetMissing", "critical", run="killed")]
+    monkeypatch.setattr(query, "alerts", lambda _: told)
+    directory, killed = (serve(tmp_path / "runs" / name, os.getpid()) for name in ("demo", "killed"))
+    watched, output = Watched([], tmp_path / "runs"), io.StringIO()
+    watched.refresh()
+    end(directory, 0, dead_pid)
+    serve(killed, os.getpid(), ticks=1)
+    View(Console(file=output, width=200), NO_ACCESS, ManualClock()).turn(SiteStub(), watched)  # type: ignore[arg-type]
+    assert [line for line in output.getvalue().splitlines() if "firing" in line] == [
+        line for line in output.getvalue().splitlines() if "run=killed: " in line
+    ]
+    assert "run=killed: " in output.getvalue()
+
+
+def first_look(watched: Watched) -> list[str]:
+    """Lines of the first turn, without their time."""
+    output = io.StringIO()
+    View(Console(file=output, width=200), NO_ACCESS, ManualClock()).turn(SiteStub(), watched)  # type: ignore[arg-type]
+    return [line.split("Z ", 1)[1] for line in output.getvalue().splitlines()]
+
+
+def test_a_run_that_has_ended_is_said_to_have(tmp_path: Path, dead_pid: int) -> None:
+    """Nobody waits for it as for one that has yet to begin; once it is started again it is watched."""
+    directory = end(tmp_path / "train", 0, dead_pid)
+    watched = Watched([directory], None)
+    assert first_look(watched) == ["train has finished (exit 0)", "watching no run until one is started"]
+    (directory / "summary.json").unlink()
+    serve(directory, os.getpid())
+    assert urls(watched) == ["http://127.0.0.1:9400/metrics"]
+
+
+def test_what_does_not_run_is_said_of_what_was_named_or_if_nothing_runs(tmp_path: Path, dead_pid: int) -> None:
+    """The runs below a root only where none of them runs, and then not all of a hundred."""
+    halted = end(tmp_path / "a", 93, dead_pid)
+    died = serve(tmp_path / "b", dead_pid, ticks=1)
+    holder = json.loads((died / "epochs" / "00000001.json").read_text())
+    far = serve(tmp_path / "c", dead_pid, ticks=1)
+    (died / "epochs" / "00000001.json").write_text(json.dumps({**holder, "node": node_name()}))
+    assert first_look(Watched([halted, died, far], None))[:3] == [
+        "a has ended (exit 93)",
+        "b does not run: its launcher died and left no exit code",
+        "c cannot be seen from here: its launcher is, or was, on n",
+    ]
+    for number in range(MAX_RESTING_SHOWN):
+        end(tmp_path / f"d{number}", 0, dead_pid)
+    lines = first_look(Watched([], tmp_path))
+    assert len(lines) == MAX_RESTING_SHOWN + 2 and lines[-2] == "3 more do not run"
+    serve(tmp_path / "live", os.getpid())
+    assert first_look(Watched([], tmp_path)) == ["watching live (http://127.0.0.1:9400/metrics)"]
+    assert first_look(Watched([halted], tmp_path))[0] == "a has ended (exit 93)"
+
+
+def test_the_table_shows_what_does_not_run() -> None:
+    """In the place of the word that nothing is there."""
+    table = alert_table([], [], NO_ACCESS, [Resting(run="train", state="has finished (exit 0)")])
+    assert [list(column.cells) for column in table.columns] == [
+        ["ended"], [""], ["train"], [""], ["has finished (exit 0)"]
+    ]  # fmt: skip

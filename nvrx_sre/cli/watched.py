@@ -1,0 +1,212 @@
+"""Which endpoints `nvrx-sre monitor` scrapes, and which of its runs have ended.
+
+Model: run directories say both. metrics.json, which each launcher's start writes anew, names the endpoint; the summary,
+which is written last, the exit code. The newer of the two is what holds. Over several nodes the followers of the
+leader's epoch are scraped beside it, where they can be reached from here.
+
+Invariants: a launcher that died without a summary stays watched, that it is missing is what the rules must see. Not
+thread-safe. Must not: write anything, or take a run that waits for its orchestrator (exit 70, 75) for one that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from nvrx_sre.core.clock import seconds
+from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.core.tls import is_loopback
+from nvrx_sre.goodput.verdict import run_state_after
+from nvrx_sre.launcher.host import node_name
+from nvrx_sre.launcher.rundir import RunDirectory, read_json
+from nvrx_sre.monitoring.recordings import SETTLED_STATES
+from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeAccess, ScrapeTarget
+
+SEEN_AGAIN_S = 60.0
+"""After a new start: until then a scrape and an evaluation have seen it, so that what fired before has ceased."""
+ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+RunKey = tuple[str, str]
+"""(namespace, run): what an alert of this machine's Prometheus is about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where a launcher says that it serves its metrics."""
+
+    run: str
+    directory: Path
+    url: str
+    pid: int
+    has_password: bool = False
+    node: str = ""
+    """Of a follower: the name of its host."""
+    epoch: int = 0
+    """Of a follower: the leadership that it joined."""
+
+    def unscraped_because(self, access: ScrapeAccess) -> str:
+        """Why it cannot be scraped with `access`; empty where it can."""
+        parts = urlsplit(self.url)
+        has_tls = parts.scheme == "https"
+        if self.node not in ("", node_name()) and is_loopback(parts.hostname or ""):
+            return f"node {self.node} serves on its loopback: give its launcher --metrics-host"
+        if self.has_password and not has_tls and not is_loopback(parts.hostname or ""):
+            return "its password would be sent in the clear"
+        lacks_ca, lacks_password = has_tls and access.ca is None, self.has_password and access.password is None
+        has = [*(["TLS"] if lacks_ca else []), *(["a password"] if lacks_password else [])]
+        give = [*(["--metrics-ca"] if lacks_ca else []), *(["--metrics-user and its file"] if lacks_password else [])]
+        return f"its endpoint has {' and '.join(has)}: give {', '.join(give)}" if has else ""
+
+    def target(self) -> ScrapeTarget:
+        """What Prometheus scrapes; the directory that holds the run's is its namespace."""
+        labels = {**LOCAL_LABELS, "namespace": self.key[0]}
+        return ScrapeTarget(url=self.url, labels=labels, has_password=self.has_password)
+
+    @property
+    def key(self) -> RunKey:
+        """The labels that its alerts will have."""
+        return self.directory.parent.name or LOCAL_LABELS["namespace"], self.run
+
+    def is_live(self) -> bool:
+        """Whether its launcher still runs, as far as this machine can know."""
+        is_here = is_loopback(urlsplit(self.url).hostname or "")
+        return not is_here or RunDirectory(self.directory).live_launcher() == self.pid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resting:
+    """A run that does not run now."""
+
+    run: str
+    state: str
+    """What became of it: a predicate."""
+
+
+class Watched:
+    """Endpoints of the runs to watch. Not thread-safe."""
+
+    def __init__(self, directories: Sequence[Path], root: Path | None) -> None:
+        self._directories = directories
+        self._root = root
+        self._known: dict[Path, Endpoint] = {}
+
+    def refresh(self) -> list[Endpoint]:
+        """Endpoints to scrape now.
+
+        One whose launcher died stays: that it is missing is what the rules must see. One whose run ended in order
+        goes, and one that was dead before we came never appears.
+        """
+        found: dict[Path, Endpoint] = {}
+        for directory in self._candidates():
+            endpoint = read_endpoint(directory)
+            if endpoint is None:
+                continue
+            if endpoint.is_live() or (self._known.get(directory) == endpoint and not has_ended(directory)):
+                found[directory] = endpoint
+        self._known = found
+        return [item for directory, leader in found.items() for item in (leader, *read_followers(directory))]
+
+    def settled(self, now_ns: int) -> set[RunKey]:
+        """Runs that have ended with an exit code after which nobody expects them to answer, and were not started again
+        before `now_ns` (wall clock) long enough to have been seen."""
+        ended: set[RunKey] = set()
+        others: set[RunKey] = set()
+        for directory in self._candidates():
+            endpoint = read_endpoint(directory)
+            if endpoint is not None and is_settled(directory, now_ns):
+                ended.add(endpoint.key)
+            elif endpoint is not None and directory in self._known:
+                others.add(endpoint.key)
+        return ended - others
+
+    def resting(self) -> list[Resting]:
+        """Runs that are not scraped since they do not run: those that were named, and all where none is scraped."""
+        chosen = self._directories if self._known else self._candidates()
+        return [
+            Resting(run=endpoint.run, state=resting_state(directory))
+            for directory in chosen
+            if directory not in self._known and (endpoint := read_endpoint(directory)) is not None
+        ]
+
+    def _candidates(self) -> Iterable[Path]:
+        below = sorted(path.parent for path in self._root.glob("*/metrics.json")) if self._root is not None else []
+        return dict.fromkeys([*self._directories, *(path.absolute() for path in below)])
+
+
+def read_followers(directory: Path) -> list[Endpoint]:
+    """Endpoints of the nodes that joined the newest leader: a file of an earlier epoch may name another's port."""
+    newest = RunDirectory(directory).newest_epoch()
+    found = (read_endpoint(directory, file) for file in sorted(directory.glob("metrics-*.json")))
+    return [item for item in found if item is not None and item.epoch == newest]
+
+
+def read_endpoint(directory: Path, file: Path | None = None) -> Endpoint | None:
+    """What metrics.json, or the file of a follower, says; None if there is none (yet) or it is damaged."""
+    value = read_json(RunDirectory(directory).metrics if file is None else file)
+    try:
+        node, epoch = str(value.get("node", "")), int(value.get("epoch", 0))
+        parts = urlsplit(str(value["url"]))
+        host = parts.hostname or ""
+        if host in ANY_HOST:
+            host = ANY_HOST[host] if node in ("", node_name()) else node
+        netloc = f"[{host}]:{parts.port}" if ":" in host else f"{host}:{parts.port}"
+        url = urlunsplit((parts.scheme, netloc, parts.path, "", ""))
+        has_password = bool(value.get("password"))
+        run, pid = str(value["run"]), int(value["pid"])
+        return Endpoint(
+            run=run, directory=directory, url=url, pid=pid, has_password=has_password, node=node, epoch=epoch
+        )
+    except (AttributeError, TypeError, KeyError, ValueError):
+        return None
+
+
+def has_ended(directory: Path) -> bool:
+    """Whether the newest launcher ended in order: it writes the summary last."""
+    paths = RunDirectory(directory)
+    try:
+        return paths.summary.stat().st_mtime_ns >= paths.metrics.stat().st_mtime_ns
+    except OSError:
+        return False
+
+
+def exit_code(directory: Path) -> int | None:
+    """How the newest launcher ended; None if it did not, or not in order."""
+    return newest_exit_code(directory) if has_ended(directory) else None
+
+
+def newest_exit_code(directory: Path) -> int | None:
+    """How the newest launcher that ended in order did so."""
+    summary = read_json(RunDirectory(directory).summary)
+    code = summary.get("exit_code") if isinstance(summary, dict) else None
+    return code if isinstance(code, int) else None
+
+
+def is_settled(directory: Path, now_ns: int) -> bool:
+    """Whether what rules say of a live run is no news of this one: it is over, or was until a moment ago."""
+    code = newest_exit_code(directory)
+    if code is None or run_state_after(code) not in SETTLED_STATES:
+        return False
+    try:
+        started_ns = RunDirectory(directory).metrics.stat().st_mtime_ns
+    except OSError:
+        return False
+    return has_ended(directory) or seconds(now_ns - started_ns) < SEEN_AGAIN_S
+
+
+def ending(directory: Path) -> str:
+    """Why a run is not watched any more."""
+    code = exit_code(directory)
+    return "its directory names no endpoint" if code is None else f"it ended with exit {code}"
+
+
+def resting_state(directory: Path) -> str:
+    """What became of a run whose launcher is not there."""
+    code = exit_code(directory)
+    if code is not None:
+        return f"has {'finished' if code == ExitCode.FINISHED else 'ended'} (exit {code})"
+    node = RunDirectory(directory).newest_holder().get("node", node_name())
+    if node != node_name():
+        return f"cannot be seen from here: its launcher is, or was, on {node}"
+    return "does not run: its launcher died and left no exit code"
