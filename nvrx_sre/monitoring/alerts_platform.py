@@ -57,7 +57,7 @@ def _target_missing(read: Readings) -> AlertRule:
         verdict="not known: it does not answer",
         severity="critical",
         expr=_unanswered(read, read.values.target_missing_s),
-        meaning="A run that has not ended does not answer: its launcher, pod, node or network is gone.",
+        meaning="A run whose end no scrape saw does not answer: its launcher, pod, node or network is gone.",
         clears="When the run answers again, when its end is known, or after `missing_memory_s`.",
         summary=f"Run {{{{ $labels.run }}}} has not answered{FOR_LONG}.",
         cured=f"{read.silence} <= {limit}\nor {read.on}\n{expected} <= {read.on} {settled}",
