@@ -127,7 +127,7 @@ TORCHRUN_FLAGS: tuple[TorchrunFlag, ...] = (
     TorchrunFlag(
         names=("--start-method", "--start_method"),
         treatment=Treatment.MAPPED,
-        note="has no effect: workers are new processes, as they are for scripts under torchrun",
+        note="has no effect: workers are forked from a process that has imported torch and nothing of the script",
     ),
     TorchrunFlag(
         names=("--role",),

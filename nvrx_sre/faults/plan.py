@@ -63,7 +63,7 @@ class FaultKind(StrEnum):
 
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "collective", "commit")
-"""Phases that every step passes."""
+"""Phases inside a step: `commit` in every script, `data` by `ctx.phase`, the others by a `ctx.mark` of that name."""
 RARE_PHASES = ("init", "rendezvous", "rebuild", "restore", "save", "evaluate", "teardown", "exit")
 """Phases that a rank passes now and then."""
 SAVE_STAGES = ("plan", "write", "fsync", "manifest", "rename", "verify", "retention")

@@ -344,6 +344,21 @@ class RankControl:
             self._changed.notify_all()
 
 
+def keep_finalizers_quiet() -> None:
+    """From now on nothing is printed of an interrupt that arrives in a finalizer. Once a process, main thread.
+
+    Raised there it goes nowhere but to `sys.unraisablehook`, and comes again behind it. It has to be raised all the
+    same: the finalizer of a loader waits for its workers. Whatever else a finalizer raises is the hook's of before.
+    """
+    before = sys.unraisablehook
+
+    def hook(ignored: sys.UnraisableHookArgs) -> None:
+        if ignored.exc_type is not Interrupted:
+            before(ignored)
+
+    sys.unraisablehook = hook
+
+
 def leave_with_launcher() -> None:
     """The launcher is gone: end this process and what it started, at once."""
     if os.getpgid(0) == os.getpid():

@@ -17,13 +17,10 @@ from nvrx_sre.core.processes import start_ticks
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.channel import Channel
 from nvrx_sre.events.settings import ChildSettings
-from nvrx_sre.restart.control import RankControl
+from nvrx_sre.restart.control import RankControl, keep_finalizers_quiet
 from nvrx_sre.restart.stacks import OwnStacks
 from nvrx_sre.session import process
-from nvrx_sre.session.environment import watch_rank_variables
-
-TORCHRUN_RENDEZVOUS = "env:// rendezvous"
-"""In torch's message to a script that asks for the process group that torchrun prepares."""
+from nvrx_sre.session.environment import OWN_GROUP_HINT, asks_for_torchruns_group, watch_rank_variables
 
 
 def connect(settings: ChildSettings, channel: Channel, stacks: OwnStacks) -> None:
@@ -36,6 +33,7 @@ def connect(settings: ChildSettings, channel: Channel, stacks: OwnStacks) -> Non
     control = RankControl(channel, clock, settings.interrupt_signal)
     control.stacks = stacks
     process.set_control(settings, control)
+    keep_finalizers_quiet()
     control.install()
 
 
@@ -72,13 +70,9 @@ def main(arguments: list[str], settings: ChildSettings, channel: Channel, stacks
         return ExitCode.USAGE
     except ValueError as error:
         print_error(error)
-        if TORCHRUN_RENDEZVOUS not in str(error):
+        if not asks_for_torchruns_group(error):
             return 1
-        print(
-            "nvrx-sre: the script forms its process group by itself: decorate its main function with "
-            "@nvrx_sre.resilient, and call ctx.init_process_group() there",
-            file=sys.stderr,
-        )
+        print(f"nvrx-sre: {OWN_GROUP_HINT}", file=sys.stderr)
         return ExitCode.USAGE
     except BaseException as error:  # the boundary of the user's code outside the decorated function
         print_error(error)

@@ -20,6 +20,7 @@ from nvrx_sre.core.errors import UserError
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.schema import Phase
 from nvrx_sre.events.step_record import UNKNOWN_LOSS
+from nvrx_sre.session.environment import OWN_GROUP_HINT, asks_for_torchruns_group
 from nvrx_sre.session.process import RankProcess
 from nvrx_sre.session.reports import StepReports
 from nvrx_sre.telemetry import context as ambient
@@ -143,7 +144,7 @@ class Context:
         for name, value in objects.items():
             if not is_restorable(value):
                 raise UserError(
-                    f"ctx.track({name}=...): a {type(value).__name__} cannot be restored in place, use a dict"
+                    f"ctx.track({name}=...): {type(value).__name__} cannot be restored in place, use a dict"
                 )
         self._tracked.update(objects)
 
@@ -163,7 +164,8 @@ class Context:
         started_ns = control.clock.monotonic_ns()
         taken = restore(self._process, self._go, self.rank, self.device, self._tracked, self._spare)
         self._saver = taken.saver
-        self._watch = TrackingWatch(self._tracked, lambda: control.step, is_first=taken.step == 0)
+        is_first = taken.step == 0
+        self._watch = TrackingWatch(self._tracked, lambda: control.step, is_first=is_first, tells=self.rank == 0)
         now_ns = control.clock.monotonic_ns()
         control.step = taken.step
         control.send(
@@ -202,7 +204,7 @@ class Context:
         self._inject("commit")
         value = UNKNOWN_LOSS
         if loss is not None:
-            value = math.nan if self.poisoned else float(loss)
+            value = math.nan if self.poisoned else _number(loss)
             if not math.isfinite(value):
                 raise NonFiniteLoss(f"loss of step {step} is {value}")
         if saver.is_durable_due(step):
@@ -299,7 +301,8 @@ class Context:
     def run(self, function: Callable[[Context], Any]) -> None:
         """Call the training function with this context; the runtime's entry, not for user code.
 
-        A script that leaves with `sys.exit(0)` is through as well.
+        A script that leaves with `sys.exit(0)` is through as well. Raises what the function raises, and `UserError`
+        where it forms its process group by itself.
         """
         self._inject("init")
         try:
@@ -307,6 +310,12 @@ class Context:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
+        except ValueError as error:
+            if asks_for_torchruns_group(error):
+                raise UserError(OWN_GROUP_HINT).with_traceback(error.__traceback__) from None
+            raise
+        if self._watch is not None:
+            self._watch.finish()
         if self._saver is not None:
             self._saver.finish(self._control.step)
         self._inject("exit")
@@ -347,6 +356,12 @@ class Context:
         if self._injector is not None:
             step = self._control.step if self._saver is not None else self._newest_candidate
             self._injector.at(step + 1, point)
+
+
+def _number(loss: float | torch.Tensor) -> float:
+    """Blocks for a tensor's value. Without its graph: torch warns of the conversion of one that has it."""
+    detach = getattr(loss, "detach", None)
+    return float(loss if detach is None else detach())
 
 
 def _let_change(context: Context | None) -> None:

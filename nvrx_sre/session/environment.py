@@ -14,6 +14,12 @@ from nvrx_sre.telemetry.context import TRACEPARENT_VARIABLE
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_RENDEZVOUS = "env:// rendezvous"
+"""In torch's message to a script that asks for the process group that torchrun prepares."""
+OWN_GROUP_HINT = (
+    "the script forms its process group by itself: decorate its main function with "
+    "@nvrx_sre.resilient, and call ctx.init_process_group() there"
+)
 
 
 def take_channel() -> Channel:
@@ -55,6 +61,11 @@ def set_rank_variables(assign: wire.Assign, go: wire.Go, traceparent: str) -> No
     if go.interface:
         environment[INTERFACE_VARIABLE] = go.interface
         environment["MASTER_ADDR"], environment["MASTER_PORT"] = go.store_host, str(go.store_port)
+
+
+def asks_for_torchruns_group(error: ValueError) -> bool:
+    """True if the script has called torch's `init_process_group` as under torchrun: no variable leads to one here."""
+    return TORCHRUN_RENDEZVOUS in str(error)
 
 
 class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # os._Environ has no public name

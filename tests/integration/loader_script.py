@@ -2,7 +2,8 @@
 
     nvrx-sre launch --nproc-per-node 2 ... tests/integration/loader_script.py DIRECTORY NUM_STEPS [stateful]
 
-Each rank appends one JSON line a step: step, sample ids, what the augmentation drew, learning rate, loss in hex.
+Each rank appends one JSON line a step: step, sample ids, what the augmentation drew, learning rate, loss in hex, and
+the name of its process.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def main(ctx: nvrx_sre.Context) -> None:
                 optimizer.zero_grad()
                 scheduler.step()
                 line = {"step": ctx.step + 1, "ids": ids.tolist(), "lr": rate, "loss": loss.item().hex()}
+                line["process"] = Path("/proc/self/comm").read_text().strip()
                 if "stateful" not in sys.argv:
                     line["drawn"] = points[:, 1].tolist()
                 told.write(json.dumps(line) + "\n")

@@ -67,6 +67,15 @@ def test_c20_c22_c24_a_faulted_run_trains_the_same(oracle: Path, tmp_path: Path)
         assert [line["step"] for line in expected] == list(range(1, NUM_STEPS + 1))
         assert trained(told, rank) == expected, ended.explain()
         assert [line for line in executed(told, rank) if line != expected[line["step"] - 1]] == []
+    # An interrupt that arrives while a loader ends its workers is nobody's error.
+    for log in (ended.run_dir / "logs").glob("*.log"):
+        assert "Exception ignored" not in log.read_text(errors="replace"), log
+
+
+def test_a_process_has_the_name_of_its_rank(oracle: Path) -> None:
+    """In `ps` and `top`."""
+    for rank in range(2):
+        assert {line["process"] for line in executed(oracle, rank)} == {f"nvrx-rank-{rank:05d}"}
 
 
 def test_c20_no_sample_is_lost_or_twice_in_an_epoch(oracle: Path) -> None:

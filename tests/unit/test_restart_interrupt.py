@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -15,7 +16,7 @@ from nvrx_sre.core.errors import Interrupted, RestartAborted
 from nvrx_sre.events import messages as wire
 from nvrx_sre.events.channel import Channel, create_pair
 from nvrx_sre.events.schema import Phase
-from nvrx_sre.restart.control import REDELIVERY_S, RankControl
+from nvrx_sre.restart.control import REDELIVERY_S, RankControl, keep_finalizers_quiet
 from nvrx_sre.testing.clock import ManualClock
 
 SIGNAL = signal.SIGRTMIN + 6
@@ -139,6 +140,36 @@ def test_a_swallowed_interrupt_comes_again(
         threading.Event().wait()
     control.armed = None
     assert swallowed == 1
+
+
+class Ending:
+    """Does something when nobody has it any more, as a loader does that waits for its workers."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self._end = end
+
+    def __del__(self) -> None:
+        self._end()
+
+
+def test_an_interrupt_in_a_finalizer_is_not_printed_and_comes_again(
+    clock: ManualClock, rank: tuple[RankControl, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the finalizer's wait; what else a finalizer raises is printed as ever."""
+    control, launcher = rank
+    printed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: printed.append(ignored.exc_type))
+    keep_finalizers_quiet()
+    with pytest.raises(Interrupted):
+        control.arm(1)
+        item = Ending(lambda: (launcher.send(wire.Interrupt(generation=1)), threading.Event().wait()))
+        del item
+        clock.advance(REDELIVERY_S)
+        threading.Event().wait()
+    control.armed = None
+    item = Ending(lambda: 1 / 0)
+    del item
+    assert printed == [ZeroDivisionError]
 
 
 def test_monitor_reports_liveness(rank: tuple[RankControl, Channel]) -> None:

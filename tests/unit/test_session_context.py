@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from nvrx_sre.core.clock import Clock, SystemClock
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.events import messages as wire
-from nvrx_sre.events.schema import Phase
+from nvrx_sre.events.schema import FaultClass, Phase
 from nvrx_sre.events.step_record import to_message
 from nvrx_sre.events.step_ring import StepRing
+from nvrx_sre.restart import torch_errors
 from nvrx_sre.session.context import Context, NonFiniteLoss
 from nvrx_sre.session.reports import StepReports
 from nvrx_sre.testing.clock import ManualClock
@@ -116,6 +119,21 @@ def test_a_commit_is_told_without_a_call(control: Control) -> None:
     assert control.num_bells == 0
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [0.25, np.array(0.25), np.float32(0.25), torch.tensor(0.25), torch.tensor(0.25, requires_grad=True)],
+    ids=["float", "array", "scalar", "tensor", "graph"],
+)
+def test_a_loss_is_given_as_it_comes(control: Control, loss: Any) -> None:
+    """Also with its graph: torch's warning of that would be the last line of the log, and the cause of what ends it."""
+    torch.set_warn_always(True)
+    try:
+        restored_context(control).commit(loss=loss)
+    finally:
+        torch.set_warn_always(False)
+    assert [report.loss for report in control.told()] == [0.25]
+
+
 def test_gpu_time_comes_with_the_next_report(control: Control) -> None:
     """The timer hears of batches, the first mark and commits; with the generation it is closed."""
     context = restored_context(control)
@@ -206,7 +224,7 @@ def test_what_cannot_be_restored_in_place_is_refused_at_once(control: Control, v
     """It would be saved, and never given back."""
     context = restored_context(control)
     context._saver = None
-    with pytest.raises(UserError, match=r"track\(odd=...\): a \w+ cannot be restored in place, use a dict"):
+    with pytest.raises(UserError, match=r"track\(odd=...\): \w+ cannot be restored in place, use a dict"):
         context.track(odd=value)
 
 
@@ -247,6 +265,46 @@ def test_a_script_that_leaves_is_through_if_it_says_so(control: Control, code: i
         with pytest.raises(SystemExit):
             context.run(train)
     assert finished == [0] * is_through
+
+
+@pytest.mark.parametrize("arguments", [{}, {"init_method": "env://"}])
+def test_a_script_that_forms_its_group_in_the_function_is_told_what_to_call(
+    control: Control, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that does so outside: an error of the user's, at its line, which no further attempt cures."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+
+    def train(_: Context) -> None:
+        dist.init_process_group("gloo", **arguments)
+
+    with pytest.raises(UserError, match=r"by itself: .* call ctx\.init_process_group\(\) there$") as caught:
+        restored_context(control).run(train)
+    fault = torch_errors.describe(caught.value)
+    assert fault.fault is FaultClass.USER_ERROR
+    assert re.fullmatch(r"test_session_context\.py:\d+ train", fault.frame)
+
+
+def test_another_error_of_the_function_stays_what_it_is(control: Control) -> None:
+    """Whatever its type."""
+
+    def train(_: Context) -> None:
+        raise ValueError("no such column")
+
+    with pytest.raises(ValueError, match=r"^no such column$"):
+        restored_context(control).run(train)
+
+
+def test_the_end_of_the_function_is_told_to_the_watch(control: Control) -> None:
+    """Which says whether something was trained and never committed."""
+    context = restored_context(control)
+    ends: list[str] = []
+    saver: Any = SimpleNamespace(finish=lambda step: ends.append("saver"))
+    watch: Any = SimpleNamespace(finish=lambda: ends.append("watch"))
+    context._saver, context._watch = saver, watch
+    context.run(lambda _: None)
+    assert ends == ["watch", "saver"]
 
 
 def test_what_begins_a_step_is_told_to_the_saver(control: Control) -> None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from nvrx_sre.checkpoint import supported
 from nvrx_sre.core.errors import UserError
-from nvrx_sre.session.untracked import TrackingWatch
+from nvrx_sre.session.untracked import NUM_UNCOMMITTED_STEPS, TrackingWatch
 
 
 class Wrapped:
@@ -34,16 +34,17 @@ class Commits:
     """How many steps a script has committed."""
 
     num = 0
+    watch: TrackingWatch
 
 
 @contextmanager
-def watching(*, is_first: bool = True, **tracked: Any) -> Iterator[Commits]:
+def watching(*, is_first: bool = True, tells: bool = True, **tracked: Any) -> Iterator[Commits]:
     commits = Commits()
-    watch = TrackingWatch(tracked, lambda: commits.num, is_first=is_first)
+    commits.watch = TrackingWatch(tracked, lambda: commits.num, is_first=is_first, tells=tells)
     try:
         yield commits
     finally:
-        watch.close()
+        commits.watch.close()
 
 
 def sgd(module: nn.Module) -> torch.optim.SGD:
@@ -168,6 +169,83 @@ def test_a_recovery_looks_for_no_scheduler(model: nn.Module, capsys: pytest.Capt
     with watching(is_first=False, model=model, optimizer=optimizer):
         optimizer.step()
     assert scheduler.last_epoch == 0
+    assert not capsys.readouterr().err
+
+
+def step_often(*optimizers: torch.optim.Optimizer, num_steps: int = NUM_UNCOMMITTED_STEPS) -> None:
+    for _ in range(num_steps):
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_forgotten_commit_is_told_once_and_soon(
+    model: nn.Module, kept: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the optimizer is tracked or not: a fault days later would begin at step 0."""
+    first, second = sgd(model), sgd(model)
+    with watching(model=model, **({"first": first, "second": second} if kept else {})):
+        step_often(first, second, num_steps=NUM_UNCOMMITTED_STEPS - 1)
+        assert not capsys.readouterr().err
+        step_often(first, second, num_steps=NUM_UNCOMMITTED_STEPS)
+    assert capsys.readouterr().err == (
+        "nvrx-sre: the optimizer has stepped 100 times and nothing is committed yet: a recovery would begin at step 0; "
+        "call ctx.commit(loss=...) at the end of each step\n"
+    )
+
+
+def test_a_run_that_returns_without_a_commit_is_told(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends as finished, since what it had to do is done; that nothing is saved is said, however short it was."""
+    optimizer = sgd(model)
+    with watching(model=model, optimizer=optimizer) as commits:
+        step_often(optimizer, num_steps=31)
+        commits.watch.finish()
+    said = capsys.readouterr().err
+    assert "has stepped 31 times and nothing was committed: nothing is saved but what the script wrote" in said
+
+
+def test_one_rank_tells_of_a_forgotten_commit(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    """All forget it alike."""
+    optimizer = sgd(model)
+    with watching(model=model, optimizer=optimizer, tells=False) as commits:
+        step_often(optimizer)
+        commits.watch.finish()
+    assert not capsys.readouterr().err
+
+
+def test_steps_of_optimizers_beside_each_other_are_one_step(
+    model: nn.Module, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An optimizer a parameter makes hundreds of steps before the first commit, each its first."""
+    optimizers = {f"number{i}": sgd(model) for i in range(2 * NUM_UNCOMMITTED_STEPS)}
+    with watching(model=model, **optimizers):
+        step_often(*optimizers.values(), num_steps=1)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_steps_each", [1, 5, NUM_UNCOMMITTED_STEPS - 1])
+def test_who_commits_hears_nothing(model: nn.Module, num_steps_each: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """However many steps its optimizer takes between two commits, as a critic's or that of an agent does."""
+    optimizer = sgd(model)
+    with watching(model=model, optimizer=optimizer) as commits:
+        for commits.num in range(4):
+            step_often(optimizer, num_steps=num_steps_each)
+        step_often(optimizer)
+        commits.watch.finish()
+    assert not capsys.readouterr().err
+
+
+def test_who_trains_nothing_hears_nothing_of_commits(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    """An evaluation; one that attacks its inputs; and a run that goes on behind commits, and has nothing left to do."""
+    optimizer = sgd(model)
+    attack = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
+    with watching(model=model, optimizer=optimizer) as commits:
+        commits.watch.finish()
+        step_often(attack)
+        commits.watch.finish()
+    with watching(is_first=False, model=model, optimizer=optimizer) as commits:
+        commits.num = 7
+        commits.watch.finish()
     assert not capsys.readouterr().err
 
 
