@@ -46,12 +46,15 @@ class Removal:
 def plan(run_dir: Path, found: Discovery, keep: int) -> list[Removal]:
     """What may go, commits oldest first. Reads directory entries only. Raises `StorageError`."""
     root = discover.checkpoints_path(run_dir)
-    chosen = [(item.directory, PruneReason.SURPLUS) for item in retention.surplus(found.restorable, keep)]
+    commits = [(item, PruneReason.SURPLUS) for item in retention.surplus(found.restorable, keep)]
     if sum(item.verified for item in found.restorable) >= retention.KEEP_MIN:
-        chosen += [(item.directory, PruneReason.ABANDONED) for item in reversed(found.abandoned)]
-    chosen += [(name, PruneReason.INTERRUPTED) for name in found.interrupted]
-    chosen += [(name, PruneReason.RETIRED) for name in _retired(root)]
-    return [Removal(directory=name, reason=reason, size_bytes=_size_bytes(root / name)) for name, reason in chosen]
+        commits += [(item, PruneReason.ABANDONED) for item in reversed(found.abandoned)]
+    rest = [(name, PruneReason.INTERRUPTED) for name in found.interrupted]
+    rest += [(name, PruneReason.RETIRED) for name in _retired(root)]
+    return [
+        *(Removal(directory=item.directory, reason=why, size_bytes=item.size_bytes) for item, why in commits),
+        *(Removal(directory=name, reason=why, size_bytes=_size_bytes(root / name)) for name, why in rest),
+    ]
 
 
 def execute(

@@ -16,8 +16,9 @@ from rich.table import Table
 
 from nvrx_sre.bench import recovery_cases, rows
 from nvrx_sre.bench.rows import Keep, Row, Say
+from nvrx_sre.cli.output_file import check_output_file
 from nvrx_sre.cli.report import make_console
-from nvrx_sre.core.errors import InternalError, UserError
+from nvrx_sre.core.errors import InternalError
 
 _JSON = click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write the rows.")
 
@@ -60,7 +61,7 @@ def recovery(json_path: Path | None, **values: Any) -> int:
     """
     from nvrx_sre.bench.recovery import Benchmark
 
-    _check_writable(json_path)
+    check_output_file(json_path)
     config = _recovery_config(**values)
     return _run(json_path, lambda say, keep: Benchmark(config, say, keep))
 
@@ -93,7 +94,7 @@ def checkpoint(cases: tuple[str, ...], quick: bool, json_path: Path | None) -> i
     """
     from nvrx_sre.bench import checkpoint as question
 
-    _check_writable(json_path)
+    check_output_file(json_path)
     chosen = cases or question.CASES
     config = question.quick(chosen) if quick else question.BenchConfig(cases=chosen)
     return _run(json_path, lambda say, keep: question.Benchmark(config, say, keep))
@@ -108,7 +109,7 @@ def telemetry(json_path: Path | None) -> int:
     """
     from nvrx_sre.bench import telemetry as question
 
-    _check_writable(json_path)
+    check_output_file(json_path)
     return _show(question.measure(), json_path)
 
 
@@ -133,7 +134,7 @@ def gpu(parts: tuple[str, ...], ranks: int, folder: Path | None, quick: bool, js
     """
     from nvrx_sre.bench import gpu as question
 
-    _check_writable(json_path)
+    check_output_file(json_path)
     chosen = parts or question.PARTS
     config = question.quick(chosen) if quick else question.BenchConfig(parts=chosen)
     config = replace(config, ranks=ranks, folder=folder)
@@ -167,12 +168,6 @@ def _run(json_path: Path | None, make: Callable[[Say, Keep], _Benchmark]) -> int
     if bench.failed:
         raise InternalError(f"{len(bench.failed)} parts of the benchmark failed: {'; '.join(bench.failed)}")
     return 0
-
-
-def _check_writable(json_path: Path | None) -> None:
-    """Raise `UserError` now rather than after minutes of measuring."""
-    if json_path is not None and not json_path.absolute().parent.is_dir():
-        raise UserError(f"cannot write {json_path}: there is no such folder")
 
 
 def _show(measured: Sequence[Row], json_path: Path | None) -> int:

@@ -21,6 +21,7 @@ from nvrx_sre.checkpoint import manifest, prune, retention
 from nvrx_sre.checkpoint.discover import Discovery, Found, Rejected
 from nvrx_sre.cli import checkpoint_view as view
 from nvrx_sre.cli.narrate import bytes_text
+from nvrx_sre.cli.output_file import check_output_file
 from nvrx_sre.cli.ownership import check_unowned, hot_state, live_launcher
 from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.core.errors import CheckpointCorrupt, UserError
@@ -104,6 +105,7 @@ def export_command(run_dir: Path, out: Path, step: int | None, force: bool) -> i
     """Write a checkpoint to one file: OUT ends in .pt, .pth or .safetensors."""
     found = look(run_dir)
     chosen = choose(found, step)
+    check_output_file(out)
     # Imported here so that the other commands stay without torch.
     from nvrx_sre.checkpoint import export
 

@@ -71,6 +71,9 @@ OPTION_KEYS: dict[str, dict[str, str]] = {
 }
 """Section -> key -> parameter of the command."""
 
+EVERY_OPTION = "`nvrx-sre train`"
+"""The command that has all of them; of another one, keys that it has not are not unknown but not for it."""
+
 AnyLimits = CapLimits | Deadlines | DeadlineTuning | NodeLimits | TelemetryLimits
 
 LIMIT_SECTIONS: dict[str, type[AnyLimits]] = {
@@ -144,9 +147,13 @@ def _option_values(
     path: Path, section: str, content: Mapping[str, Any], parameters: Collection[str]
 ) -> dict[str, str | list[str]]:
     keys = {key: name for key, name in OPTION_KEYS[section].items() if name in parameters}
+    if not keys:
+        raise UserError(f"{path}: [{section}] is for {EVERY_OPTION}")
     values: dict[str, str | list[str]] = {}
     for key, value in content.items():
         name = keys.get(key)
+        if name is None and key in OPTION_KEYS[section]:
+            raise UserError(f"{path}: {key!r} in [{section}] is for {EVERY_OPTION}")
         if name is None:
             raise UserError(f"{path}: unknown key {key!r} in [{section}]{_nearest(key, keys)}")
         values[name] = _as_text(path, section, key, value)

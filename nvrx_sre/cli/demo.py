@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from nvrx_sre.cli.output_file import check_output_file
 from nvrx_sre.cli.ownership import check_unowned
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.cli.run_options import RunOptions
@@ -64,6 +65,7 @@ def command(run_dir: Path, steps: int, no_faults: bool, no_monitoring: bool, sum
     An exception, a SIGKILL, a hang, and a corrupt checkpoint followed by the loss of the node.
     """
     run_dir = run_dir.absolute()
+    check_output_file(summary, made=run_dir)
     trainer = TrainerConfig(steps=steps)
     watched = not no_monitoring and find_tools() is not None
     options = _options(run_dir, () if no_faults else FAULTS, summary, _free_port() if watched else None)

@@ -41,6 +41,8 @@ COMMANDS: dict[str, str] = {
     "simulate": "nvrx_sre.cli.simulate:command",
 }
 """Command -> `module:attribute`. One file a command group."""
+LEAST_STEM = len("--abc")
+"""Of an unknown option: what is shorter begins too many."""
 FILE_KEY = "nvrx_sre.config_file"
 """Where a command notes the file from which its options' defaults come."""
 
@@ -100,7 +102,7 @@ def _report(error: BaseException, *, show_traceback: bool) -> int:
         return ExitCode.USAGE
     if isinstance(error, click.ClickException):
         _say(_usage_line(error))
-        return ExitCode.USAGE
+        return ExitCode.CONFIG if _file_of(error) else ExitCode.USAGE
     if isinstance(error, NvrxError):
         _say(str(error))
         return error.exit_code
@@ -117,12 +119,32 @@ def _usage_line(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     if context is None:
         return error.format_message()
-    parameter = error.param if isinstance(error, click.BadParameter) else None
-    source = context.get_parameter_source(str(parameter.name)) if parameter is not None else None
-    is_of_file = source is click.core.ParameterSource.DEFAULT_MAP
-    place = f"{context.meta[FILE_KEY]}: " if is_of_file else ""
-    message = (_range_line(error) if isinstance(error, click.BadParameter) else "") or error.format_message()
+    file = _file_of(error)
+    place = f"{file}: " if file else ""
+    message = error.format_message()
+    if isinstance(error, click.BadParameter):
+        message = _range_line(error) or message
+    elif isinstance(error, click.NoSuchOption):
+        message = _unknown_line(error, context) or message
     return f"{place}{message} (see '{context.command_path} --help')"
+
+
+def _file_of(error: click.ClickException) -> str:
+    """The configuration file whose value the error is about: as wrong as a key of it would be. Empty if of none."""
+    context = getattr(error, "ctx", None)
+    if context is None or not isinstance(error, click.BadParameter) or error.param is None:
+        return ""
+    source = context.get_parameter_source(str(error.param.name))
+    return str(context.meta[FILE_KEY]) if source is click.core.ParameterSource.DEFAULT_MAP else ""
+
+
+def _unknown_line(error: click.NoSuchOption, context: click.Context) -> str:
+    """Which option was meant, '' unless one alone begins as the unknown one does but for its last letter: click looks
+    for the most similar ones, which of `--nprocs` are short ones."""
+    stem = error.option_name[:-1]
+    spelled = [[name for name in item.opts if name.startswith(stem)] for item in context.command.get_params(context)]
+    meant = [names[0] for names in spelled if names and len(stem) >= LEAST_STEM]
+    return f"No such option {error.option_name!r}. Did you mean {meant[0]!r}?" if len(meant) == 1 else ""
 
 
 def _range_line(error: click.BadParameter) -> str:

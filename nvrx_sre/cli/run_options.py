@@ -20,6 +20,7 @@ import click
 
 from nvrx_sre.cli import config_file
 from nvrx_sre.cli.main import FILE_KEY
+from nvrx_sre.cli.output_file import check_output_file
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.core.ids import check_run_name, run_name_from
 from nvrx_sre.core.limits import Deadlines, Limits
@@ -284,6 +285,7 @@ _SHARED = (
 
 def _build(values: dict[str, Any]) -> RunOptions:
     run, run_dir = _place(values["name"], values["run_dir"])
+    check_output_file(values["summary"], made=run_dir)
     linger_s: float | None = values["metrics_linger"]
     fields_of = {
         section: dict(content) for section, content in click.get_current_context().meta.get(LIMITS_KEY, {}).items()

@@ -16,6 +16,7 @@ import click
 from rich import box
 from rich.table import Table
 
+from nvrx_sre.cli.output_file import check_output_file
 from nvrx_sre.cli.report import make_console
 from nvrx_sre.core.clock import SystemClock, seconds
 from nvrx_sre.core.errors import ExitCode, UserError
@@ -67,6 +68,7 @@ def command(**chosen: Any) -> int:
         raise UserError(f"{request.hosts} hosts for {request.ranks} ranks: use at most one host a rank")
     if request.is_scaling:
         return _show_scaling(request.ranks if _is_given("ranks") else MAX_RANKS, as_json=request.as_json)
+    check_output_file(request.journal)
     options = SwarmOptions(num_ranks=request.ranks, num_hosts=request.hosts)
     outcomes = _run(range(request.seed, request.seed + request.seeds), options, request.journal)
     failed = [outcome for outcome in outcomes if outcome.problems]

@@ -100,6 +100,8 @@ class RunDirectory:
                 "choose another with --run-dir"
             )
         was, now = found["config"], wanted["config"]
+        if was and now and not set(was) & set(now):
+            raise UserError(f"run directory {self.path} was made by {_made_by(was)}; choose another with --run-dir")
         changed = sorted(key for key in now if was.get(key) != now[key])
         if changed:
             detail = ", ".join(f"{key}: {was.get(key)} -> {now.get(key)}" for key in changed)
@@ -205,6 +207,11 @@ class RunDirectory:
             return 0
         found = value.get("children", {}).items()
         return sum(processes.kill_session(int(pid), int(ticks)) for pid, ticks in found)
+
+
+def _made_by(config: Mapping[str, str]) -> str:
+    """The command whose runs have such a configuration."""
+    return f"`nvrx-sre launch {config['script']}`" if "script" in config else "`nvrx-sre train`"
 
 
 def read_json(path: Path) -> Any:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 BLOCK = re.compile(r"^```console(?P<mark>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ ", re.MULTILINE)
+OPTION = "--metrics-linger 0"
 
 
 def runnable_blocks() -> list[tuple[str, str]]:
@@ -56,6 +57,16 @@ def _run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
 def test_there_are_runnable_commands() -> None:
     """The guides are not only read: an empty list would test nothing."""
     assert len(runnable_blocks()) >= 4
+
+
+def test_no_command_shown_takes_the_end_of_a_run_from_its_scraper() -> None:
+    """`--metrics-linger 0` pages for a run that ended well; one that nobody scrapes does not wait anyway."""
+    pages = [ROOT / "README.md", *GUIDES]
+    given = [page.name for page in pages for block in BLOCK.finditer(page.read_text()) if OPTION in block["body"]]
+    assert given == []
+    for alert in ("NvrxTargetMissing", "NvrxScrapesMissing", "NvrxCheckpointStale"):
+        page = (ROOT / "runbooks" / f"{alert}.md").read_text(encoding="utf-8")
+        assert OPTION in page.partition("## False alarms")[2], alert
 
 
 @pytest.mark.processes

@@ -130,6 +130,17 @@ def test_export_of_a_step_that_cannot_be_restored_is_refused(run_dir: Path, tmp_
         invoke("export", str(tmp_path / "empty"), str(tmp_path / "out.pt"))
 
 
+@pytest.mark.parametrize("where", ["nodir/foo.pt", "folder.pt"])
+def test_export_to_where_no_file_can_be_is_refused_before_it_reads(
+    run_dir: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's mistake, not one that another start would cure."""
+    (tmp_path / "folder.pt").mkdir()
+    monkeypatch.setattr(manifest, "verify_files", lambda *_, **__: pytest.fail("was read"))
+    with pytest.raises(UserError, match=r"cannot write .*: (there is no folder|it is a folder)"):
+        invoke("export", str(run_dir), str(tmp_path / where))
+
+
 def names(run_dir: Path) -> list[str]:
     """Directories in `checkpoints/`."""
     return sorted(path.name for path in discover.checkpoints_path(run_dir).iterdir() if path.is_dir())
@@ -164,6 +175,15 @@ def test_prune_says_what_it_would_delete_and_deletes_nothing(prunable: Path) -> 
         ".retired-step-00000005-g00001",
     ]
     assert "abandoned, the run went back before it" in output and "--yes" in output.splitlines()[-1]
+
+
+def test_prune_and_list_tell_one_size(prunable: Path) -> None:
+    """Of the files that the manifest names, also where the directory holds more."""
+    listed = json.loads(invoke("list", str(prunable), "--json")[1])
+    sizes = {item["directory"]: item["size_bytes"] for item in (*listed["restorable"], *listed["abandoned"])}
+    planned = json.loads(invoke("prune", str(prunable), "--json")[1])["planned"]
+    found = {item["directory"]: item["size_bytes"] for item in planned if item["directory"] in sizes}
+    assert found and found == {name: sizes[name] for name in found}
 
 
 def test_prune_deletes_what_it_said(prunable: Path) -> None:

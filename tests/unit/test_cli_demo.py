@@ -88,6 +88,9 @@ def test_a_demo_that_cannot_run_removes_nothing(tmp_path: Path, capsys: pytest.C
     (tmp_path / "old" / "journal").mkdir()
     assert main(["demo", "--run-dir", str(tmp_path / "old"), "--steps", "10"]) == ExitCode.CONFIG
     assert "there is no step 40" in capsys.readouterr().err
+    nowhere = str(tmp_path / "nowhere" / "s.json")
+    assert main(["demo", "--run-dir", str(tmp_path / "old"), "--summary", nowhere]) == ExitCode.CONFIG
+    assert "there is no folder" in capsys.readouterr().err
     assert (tmp_path / "old" / "journal").exists()
 
 

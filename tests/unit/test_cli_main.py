@@ -96,10 +96,10 @@ def test_the_traceback_is_there_for_who_asks(failing: list[BaseException], capsy
 
 
 def test_a_value_of_a_file_is_refused_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody typed `--steps`: the line says where it stands."""
+    """Nobody typed `--steps`: the line says where it stands, and the exit code is that of a key which is wrong."""
     file = tmp_path / "run.toml"
     file.write_text('[train]\nsteps = "x"\n')
-    assert entry.main(["train", "--config", str(file)]) == ExitCode.USAGE
+    assert entry.main(["train", "--config", str(file)]) == ExitCode.CONFIG
     assert f"nvrx-sre: {file}: --steps is 'x': use a whole number of 0 or more" in capsys.readouterr().err
 
 
@@ -120,6 +120,28 @@ def test_a_number_out_of_its_range_is_told_the_range(
     assert entry.main(arguments) == ExitCode.USAGE
     told = capsys.readouterr().err
     assert says in told and told.count("\n") == 1 and "integer range" not in told
+
+
+@pytest.mark.parametrize(
+    ("command", "unknown", "meant"),
+    [
+        ("launch", "--nprocs", "--nproc-per-node"),
+        ("launch", "--nproc", "--nproc-per-node"),
+        ("train", "--nprocs", "--nproc"),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_begins_like_it(
+    command: str, unknown: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the one that has as many letters."""
+    assert entry.main([command, unknown, "2", "mine.py"]) == ExitCode.USAGE
+    assert f"No such option '{unknown}'. Did you mean '{meant}'? (see " in capsys.readouterr().err
+
+
+def test_where_several_options_begin_alike_the_most_similar_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """No guess at the first of many."""
+    assert entry.main(["train", "--metricss", "2"]) == ExitCode.USAGE
+    assert "'--metrics-users'" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

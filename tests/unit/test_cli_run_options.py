@@ -131,6 +131,16 @@ def test_no_linger_means_none() -> None:
     assert _parse("--metrics-linger", "3").limits.telemetry.metrics_linger_s == 3.0
 
 
+def test_a_summary_that_could_not_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    """Its folder must be there, unless it is the run's own, which the launcher makes."""
+    with pytest.raises(UserError, match=f"cannot write .*: there is no folder {tmp_path / 'nowhere'}; make it"):
+        _parse("--summary", str(tmp_path / "nowhere" / "s.json"))
+    with pytest.raises(UserError, match="it is a folder; name a file"):
+        _parse("--summary", str(tmp_path))
+    inside = tmp_path / "run" / "told" / "s.json"
+    assert _parse("--run-dir", str(tmp_path / "run"), "--summary", str(inside)).summary == inside
+
+
 def test_bandwidth_is_given_in_megabytes() -> None:
     """The option is for people, the configuration in bytes."""
     assert _parse("--write-bandwidth", "2").write_bandwidth_bytes_s == 2e6

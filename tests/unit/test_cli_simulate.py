@@ -83,7 +83,7 @@ def test_the_journal_of_a_seed_can_be_read(tmp_path: Path) -> None:
     [
         (["--ranks", "2", "--hosts", "4"], ExitCode.CONFIG, "at most one host a rank"),
         (["--ranks", "20000"], ExitCode.USAGE, "--ranks"),
-        (["--seeds", "1", "--ranks", "1", "--journal", "/nowhere/j"], ExitCode.CONFIG, "cannot write /nowhere/j"),
+        (["--seeds", "1", "--ranks", "1", "--journal", "/nowhere/j"], ExitCode.CONFIG, "there is no folder /nowhere;"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(

@@ -41,6 +41,24 @@ def test_another_run_or_configuration_is_refused(tmp_path: Path, run: str, items
     assert (directory.path / "run.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "made"),
+    [
+        ({"script": "mine.py"}, ITEMS, "`nvrx-sre launch mine.py`"),
+        (ITEMS, {"script": "mine.py"}, "`nvrx-sre train`"),
+    ],
+)
+def test_a_directory_of_another_command_names_it(
+    tmp_path: Path, was: dict[str, str], now: dict[str, str], made: str
+) -> None:
+    """Not every key of a configuration that the run never had."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.prepare("r", was)
+    with pytest.raises(UserError) as caught:
+        directory.prepare("r", now)
+    assert f"was made by {made}; choose another with --run-dir" in str(caught.value)
+
+
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     """A file in the way is one clear line."""
     (tmp_path / "run").write_text("x")
