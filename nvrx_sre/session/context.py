@@ -310,8 +310,8 @@ class Context:
         except SystemExit as leaving:
             if leaving.code not in (None, 0):
                 raise
-        except ValueError as error:
-            if asks_for_torchruns_group(error):
+        except (ValueError, RuntimeError) as error:
+            if asks_for_torchruns_group(error, self._go.store_port):
                 raise UserError(OWN_GROUP_HINT).with_traceback(error.__traceback__) from None
             raise
         if self._watch is not None:

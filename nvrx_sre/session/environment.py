@@ -16,6 +16,8 @@ INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_RENDEZVOUS = "env:// rendezvous"
 """In torch's message to a script that asks for the process group that torchrun prepares."""
+PORT_TAKEN = "name: EADDRINUSE"
+"""In torch's message to one that hosts a store where there is one (2.11 to 2.13); it also has the port."""
 OWN_GROUP_HINT = (
     "the script forms its process group by itself: decorate its main function with "
     "@nvrx_sre.resilient, and call ctx.init_process_group() there"
@@ -63,9 +65,13 @@ def set_rank_variables(assign: wire.Assign, go: wire.Go, traceparent: str) -> No
         environment["MASTER_ADDR"], environment["MASTER_PORT"] = go.store_host, str(go.store_port)
 
 
-def asks_for_torchruns_group(error: ValueError) -> bool:
-    """True if the script has called torch's `init_process_group` as under torchrun: no variable leads to one here."""
-    return TORCHRUN_RENDEZVOUS in str(error)
+def asks_for_torchruns_group(error: Exception, store_port: int | None = None) -> bool:
+    """True if the script has called torch's `init_process_group` as under torchrun.
+
+    No variable leads to a group on one node; over several nodes they lead to the launcher's store at `store_port`.
+    """
+    text = str(error)
+    return TORCHRUN_RENDEZVOUS in text or (PORT_TAKEN in text and f"port: {store_port}," in text)
 
 
 class _WatchedEnviron(type(os.environ)):  # type: ignore[misc]  # os._Environ has no public name

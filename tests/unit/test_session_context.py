@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -284,6 +286,23 @@ def test_a_script_that_forms_its_group_in_the_function_is_told_what_to_call(
     fault = torch_errors.describe(caught.value)
     assert fault.fault is FaultClass.USER_ERROR
     assert re.fullmatch(r"test_session_context\.py:\d+ train", fault.frame)
+
+
+def test_a_group_at_the_launchers_store_is_the_scripts_own_as_well(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several nodes the variables lead there: rank 0 would host a store where the launcher's is, each time."""
+    context = restored_context(control)
+    with socket.create_server(("", 0)) as store:
+        context._go = dataclasses.replace(context._go, store_port=store.getsockname()[1])
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(context._go.store_port)}
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", **variables}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=r"call ctx\.init_process_group\(\) there$"):
+            context.run(lambda _: dist.init_process_group("gloo"))
+        context._go = dataclasses.replace(context._go, store_port=1)
+        with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):
+            context.run(lambda _: dist.init_process_group("gloo"))
 
 
 def test_another_error_of_the_function_stays_what_it_is(control: Control) -> None:
