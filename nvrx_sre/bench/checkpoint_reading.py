@@ -26,6 +26,7 @@ from nvrx_sre.events.schema import (
     SaveCommitted,
     SaveFailed,
     SaveStarted,
+    SaveUnverified,
     SaveVerified,
     StandbyReady,
     WorkerStarted,
@@ -94,6 +95,7 @@ class Base:
     num_steps: int
 
 
+_ENDS = (SaveVerified, SaveUnverified, SaveFailed)
 Span = tuple[int, int]
 """(begin, end), monotonic ns."""
 
@@ -120,7 +122,7 @@ def saves_of(records: Sequence[Record], wall_minus_monotonic_ns: int) -> list[Sa
             started, committed_ns = (event, at_ns), 0
         elif isinstance(event, SaveCommitted):
             committed_ns = at_ns
-        elif isinstance(event, SaveVerified | SaveFailed) and started is not None and event.step == started[0].step:
+        elif isinstance(event, _ENDS) and started is not None and event.step == started[0].step:
             saves.append(
                 Save(
                     step=event.step,

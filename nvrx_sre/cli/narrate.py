@@ -188,6 +188,11 @@ def _save_skipped(record: Record, event: schema.SaveSkipped) -> Line | None:
     return Line(f"save of step {event.step} skipped: {event.reason}", WARN)
 
 
+def _save_unverified(record: Record, event: schema.SaveUnverified) -> Line:
+    why = f"{event.reason}: {event.message}" if event.message else str(event.reason)
+    return Line(f"checkpoint of step {event.step} is durable and was not verified: {why}", WARN)
+
+
 def _save_failed(record: Record, event: schema.SaveFailed) -> Line:
     return Line(f"save of step {event.step} failed: {event.reason}: {event.message}", WARN)
 
@@ -256,6 +261,7 @@ _TELLERS: dict[type[schema.Event], Callable[[Record, Any], Line | None]] = {
     schema.IncidentClosed: _incident_closed,
     schema.CheckpointRejected: _checkpoint_rejected,
     schema.SaveVerified: _save_verified,
+    schema.SaveUnverified: _save_unverified,
     schema.SaveSkipped: _save_skipped,
     schema.SaveFailed: _save_failed,
     schema.HotSlotsAllocated: _hot_slots_allocated,

@@ -143,8 +143,16 @@ class SkipReason(StrEnum):
     INCOMPLETE = "incomplete"
 
 
+class Unverified(StrEnum):
+    """Why a committed save was not read back."""
+
+    WRITER_DIED = "writer_died"
+    INTERRUPTED = "interrupted"
+    ABANDONED_LINE = "abandoned_line"
+
+
 class SaveFailure(StrEnum):
-    """Why a save that had started did not commit."""
+    """Why a save that had started did not commit, or was no good when it was read back."""
 
     STORAGE = "storage"
     NO_SPACE = "no_space"

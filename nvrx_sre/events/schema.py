@@ -33,6 +33,7 @@ from nvrx_sre.events.kinds import SaveFailure as SaveFailure
 from nvrx_sre.events.kinds import SkipReason as SkipReason
 from nvrx_sre.events.kinds import StepKind as StepKind
 from nvrx_sre.events.kinds import Tier as Tier
+from nvrx_sre.events.kinds import Unverified as Unverified
 from nvrx_sre.events.kinds import Verdict as Verdict
 
 SCHEMA_VERSION = 1
@@ -386,6 +387,15 @@ class SaveVerified(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveUnverified(Event):
+    """The committed save was not read back to its end: its reader was lost. It stays, and a restore checks it."""
+
+    step: int
+    reason: Unverified
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class SaveSkipped(Event):
     """A due save did not happen."""
 
@@ -396,7 +406,7 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
-    """A save that had started did not commit, or did not verify."""
+    """A save that had started did not commit, or could not be read back as it was written."""
 
     step: int
     tier: Tier

@@ -1,8 +1,8 @@
 """Durable saves that the ranks write themselves: rank 0's reports, as the events of any other save.
 
 Model: a save begins and ends within its generation. One that is not committed when the generation is left has failed;
-one that is committed and not read back has as well, and is found by discovery like any other commit. The writer deletes
-what is surplus after it. Pure.
+one that is committed and not read back stays unverified, and is found by discovery like any other commit. The writer
+deletes what is surplus after it. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nvrx_sre.events.schema import (
 )
 from nvrx_sre.launcher.commands import RetainSaves
 from nvrx_sre.launcher.machine_job import Job
-from nvrx_sre.launcher.machine_saves import Saves, failure
+from nvrx_sre.launcher.machine_saves import Saves, failure, given_up
 
 
 @dataclass(kw_only=True)
@@ -31,6 +31,7 @@ class _Save:
     step: int
     generation: int
     captured_ns: int
+    is_committed: bool = False
 
 
 class RankSaves:
@@ -54,7 +55,7 @@ class RankSaves:
             self._on_stage(self._save, message)
 
     def leave(self) -> None:
-        """The generation is left, or the run ends: a save in hand has failed."""
+        """The generation is left, or the run ends: a save in hand goes no further."""
         if self._save is not None:
             self._fail(SaveFailure.INTERRUPTED, "its generation was left before the save was done")
 
@@ -63,6 +64,7 @@ class RankSaves:
         if message.stage == "written":
             self._emit(SaveWritten(step=step, size_bytes=message.size_bytes, seconds=message.seconds))
         elif message.stage == "committed":
+            save.is_committed = True
             self._saves.on_commit_of(step)
             self._emit(
                 SaveCommitted(
@@ -84,8 +86,10 @@ class RankSaves:
 
     def _fail(self, reason: SaveFailure, text: str) -> None:
         assert self._save is not None
-        self._saves.last_failure = f"{reason}: {text}"
-        self._emit(SaveFailed(step=self._save.step, tier=Tier.DURABLE, reason=reason, message=text))
+        event = given_up(self._save.step, reason, text, is_committed=self._save.is_committed)
+        if isinstance(event, SaveFailed):
+            self._saves.last_failure = f"{reason}: {text}"
+        self._emit(event)
         self._save = None
 
     def _tell_no_hot_tier(self, reason: str) -> None:

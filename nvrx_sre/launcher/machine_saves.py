@@ -7,7 +7,8 @@ while a save is due. With
 `waits_for_writer` nothing is skipped: the ranks stand at their boundary until the writer takes the step. A writer
 that still starts up owes the save without a skip. The slots stay held until the save is committed or has failed, so
 a writer that dies is replaced and the same save is written again; one that fails is tried again when the next is due.
-A commit above a fence of a newer generation belongs to an abandoned line and counts as failed.
+A commit above a fence of a newer generation belongs to an abandoned line and counts as failed. One that is on record
+stays a commit: where it could not be read back, since its writer, its node or its line was lost, it is unverified.
 
 Over several nodes the writer of each node that has ranks takes part (`checkpoint.parts`), and all must be free; the one
 of rank 0's node commits. One that fails, or dies, ends the attempt for all of them.
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from nvrx_sre.core.clock import to_ns
 from nvrx_sre.events.messages import WriterProgress
 from nvrx_sre.events.schema import (
+    Event,
     Role,
     SaveCommitted,
     SaveFailed,
@@ -30,10 +32,12 @@ from nvrx_sre.events.schema import (
     SaveSealed,
     SaveSkipped,
     SaveStarted,
+    SaveUnverified,
     SaveVerified,
     SaveWritten,
     SkipReason,
     Tier,
+    Unverified,
 )
 from nvrx_sre.launcher.commands import EndAttempt, HurrySaves, ReleaseBoundary, ReleaseSlots, RetainSaves, StartSave
 from nvrx_sre.launcher.machine_commits import Commits
@@ -60,8 +64,10 @@ class _Save:
     committed_before: int = -1
     """`Saves.committed_step` when it was."""
     is_abandoned: bool = False
+    is_on_record: bool = False
+    """Its commit was recorded."""
     is_reported: bool = False
-    """Its failure was recorded; it is held only until the writer is done with it."""
+    """How it ended was recorded; it is held only until the writer is done with it."""
     num_redone: int = 0
     deadline_ns: int | None = None
     """None while it waits for a new writer."""
@@ -204,6 +210,8 @@ class Saves:
         self._num_deaths += 1
         self._release_boundary(self._commits.step)
         save = self._held
+        if save is not None and save.is_committed and writer.node != save.nodes[0]:
+            save = None  # its share is in the commit, which is read back on rank 0's node
         if self._is_closing:
             if save is not None:
                 self._fail(save, SaveFailure.INTERRUPTED, "the run ended before the save was done")
@@ -255,7 +263,7 @@ class Saves:
             self._roster.kill(child, "the save is overdue", now_ns)
 
     def _on_interrupted_save(self, save: _Save) -> None:
-        text = "committed, not verified" if save.is_committed else "not committed"
+        text = "" if save.is_committed else "not committed"
         if save.is_committed or save.is_abandoned or save.num_redone >= MAX_REDONE:
             self._fail(save, SaveFailure.WRITER_DIED, text)
             return
@@ -321,7 +329,7 @@ class Saves:
             # Held on until the writer is idle: its 'verified' must not be taken for that of a later save.
             self._report_failure(save, SaveFailure.ABANDONED_LINE, "the run went back before this step")
             return
-        save.committed_before = self.committed_step
+        save.is_on_record, save.committed_before = True, self.committed_step
         self.on_commit_of(message.step)
         self._emit(
             save,
@@ -362,10 +370,13 @@ class Saves:
         self._report_failure(save, reason, text)
 
     def _report_failure(self, save: _Save, reason: SaveFailure, text: str) -> None:
-        if not save.is_reported:
-            save.is_reported = True
+        if save.is_reported:
+            return
+        save.is_reported = True
+        event = given_up(save.sealed.step, reason, text, is_committed=save.is_on_record)
+        if isinstance(event, SaveFailed):
             self.last_failure = f"{reason}: {text}" if text else str(reason)
-            self._emit(save, SaveFailed(step=save.sealed.step, tier=Tier.DURABLE, reason=reason, message=text))
+        self._emit(save, event)
 
     def _release(self, save: _Save) -> None:
         self._job.command(ReleaseSlots(step=save.sealed.step))
@@ -378,13 +389,26 @@ class Saves:
         sealed_ns = self._job.wall_ns(sealed.captured_mono_ns)
         self._job.emit(SaveSealed(step=sealed.step, sealed_ns=sealed_ns), generation=sealed.generation)
 
-    def _emit(self, save: _Save, event: SaveWritten | SaveCommitted | SaveVerified | SaveFailed | SaveStarted) -> None:
+    def _emit(self, save: _Save, event: Event) -> None:
         self._job.emit(event, generation=save.sealed.generation)
 
     def _are_writers_parked(self) -> bool:
         """Each node that the world has ranks on has a writer that takes saves."""
         nodes = set(self._job.nodes if self._held is None else self._held.nodes)
         return nodes <= self._roster.nodes_with_parked(Role.WRITER)
+
+
+def given_up(step: int, reason: SaveFailure, text: str, *, is_committed: bool) -> SaveFailed | SaveUnverified:
+    """How a durable save ended that went no further.
+
+    What broke off the reading of a commit says nothing about it; storage that refused to give it back does.
+    """
+    if is_committed and reason in _LOSSES:
+        return SaveUnverified(step=step, reason=_LOSSES[reason], message=text)
+    return SaveFailed(step=step, tier=Tier.DURABLE, reason=reason, message=text)
+
+
+_LOSSES = {SaveFailure(reason.value): reason for reason in Unverified}
 
 
 def failure(reason: str) -> SaveFailure:

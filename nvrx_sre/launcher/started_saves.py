@@ -1,15 +1,25 @@
 """Durable saves that were started and did not end: what a launcher that died leaves on record.
 
-A fold over the journal. A save ends verified or failed; one that is still open when the next launcher starts was
-interrupted, whatever of it lies on the disk. Pure. Bounded, because each journal segment begins with a copy of it.
+A fold over the journal. A save ends verified, unverified or failed; one that is still open when the next launcher
+starts was interrupted: it has failed, or is unverified if it had committed. Pure. Bounded, because each journal segment
+begins with a copy of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from nvrx_sre.events.schema import Record, SaveCommitted, SaveFailed, SaveFailure, SaveStarted, SaveVerified, Tier
+from nvrx_sre.events.schema import (
+    Record,
+    SaveCommitted,
+    SaveFailed,
+    SaveFailure,
+    SaveStarted,
+    SaveUnverified,
+    SaveVerified,
+)
 from nvrx_sre.events.snapshot import Snapshotted
+from nvrx_sre.launcher.machine_saves import given_up
 
 MAX_KNOWN = 64
 """Newest saves that are remembered: each writer's start removes the attempts of the one before."""
@@ -27,7 +37,7 @@ class StartedSaves(Snapshotted):
     def apply(self, record: Record) -> None:
         """Take in a record; those of saves count."""
         event = record.event
-        if isinstance(event, SaveStarted | SaveCommitted | SaveVerified | SaveFailed):
+        if isinstance(event, SaveStarted | SaveCommitted | SaveVerified | SaveUnverified | SaveFailed):
             key = (event.step, record.generation)
             if isinstance(event, SaveStarted):
                 self._newest.append(key)
@@ -41,12 +51,10 @@ class StartedSaves(Snapshotted):
         """A save of this step and generation was started, and is one of the newest."""
         return (step, generation) in self._newest
 
-    def interrupted(self) -> list[tuple[SaveFailed, int]]:
+    def interrupted(self) -> list[tuple[SaveFailed | SaveUnverified, int]]:
         """How each open save ended when its launcher died: (event, generation)."""
-        return [(_interrupted(step, is_committed), at) for (step, at), is_committed in self._open.items()]
-
-
-def _interrupted(step: int, is_committed: bool) -> SaveFailed:
-    how_far = "committed, not verified" if is_committed else "not committed"
-    message = f"the launcher ended before the save did: {how_far}"
-    return SaveFailed(step=step, tier=Tier.DURABLE, reason=SaveFailure.INTERRUPTED, message=message)
+        message = "the launcher ended before the save did"
+        return [
+            (given_up(step, SaveFailure.INTERRUPTED, message, is_committed=is_committed), at)
+            for (step, at), is_committed in self._open.items()
+        ]

@@ -30,6 +30,7 @@ from nvrx_sre.events.schema import (
     SkipReason,
     StepKind,
     Tier,
+    Unverified,
     Verdict,
 )
 from nvrx_sre.events.schema import HaltReason as HaltReason
@@ -356,6 +357,12 @@ SAVES_SKIPPED = _counter(
 )
 SAVE_FAILURES = _counter(
     "nvrx_save_failures_total", Unit.COUNT, "Durable saves that failed.", _label("reason", SaveFailure)
+)
+SAVES_UNVERIFIED = _counter(
+    "nvrx_saves_unverified_total",
+    Unit.COUNT,
+    "Committed saves that were not read back, since who did so was lost; a restore checks them.",
+    _label("reason", Unverified),
 )
 SAVE_STARTED = _gauge(
     "nvrx_save_started_timestamp_seconds", Unit.TIMESTAMP, "Begin of the durable save in flight; 0 while none is."

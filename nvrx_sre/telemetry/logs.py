@@ -54,6 +54,7 @@ def configure(
 
 _WARNINGS = (
     schema.SaveFailed,
+    schema.SaveUnverified,
     schema.CheckpointRejected,
     schema.TelemetryDegraded,
     schema.RankExcluded,
@@ -148,6 +149,7 @@ _LINES: dict[type[schema.Event], Callable[[Record, Any], str]] = {
     ),
     schema.CheckpointRejected: lambda _, event: f"checkpoint of step {event.step} rejected: {event.reason}",
     schema.SaveVerified: lambda _, event: f"checkpoint of step {event.step} committed and verified",
+    schema.SaveUnverified: lambda _, event: f"save of step {event.step} committed, not verified: {event.reason}",
     schema.SaveFailed: lambda _, event: f"save of step {event.step} failed: {event.reason}",
     schema.PreemptionReceived: lambda _, event: f"signal {event.signal} received: draining",
     schema.RankExcluded: lambda _, event: (

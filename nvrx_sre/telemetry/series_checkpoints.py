@@ -45,6 +45,7 @@ class CheckpointSeries(SeriesPart):
             schema.SaveWritten: self._on_save_written,
             schema.SaveCommitted: self._on_save_committed,
             schema.SaveVerified: self._on_save_verified,
+            schema.SaveUnverified: self._on_save_unverified,
             schema.SaveSkipped: self._on_save_skipped,
             schema.SaveFailed: self._on_save_failed,
             schema.CheckpointRejected: self._on_checkpoint_rejected,
@@ -120,6 +121,10 @@ class CheckpointSeries(SeriesPart):
         while len(self._verified) > MAX_STEP_SAMPLES:
             del self._verified[min(self._verified)]
         self._export_durable()
+
+    def _on_save_unverified(self, _: Record, event: schema.SaveUnverified) -> None:
+        """No outcome of its own: the save was counted as committed, and is."""
+        self.values.add(catalog.SAVES_UNVERIFIED, 1, event.reason)
 
     def _on_save_skipped(self, _: Record, event: schema.SaveSkipped) -> None:
         """Hot skips are counted as outcome with `StepsCommitted`; counting them here too would double them."""

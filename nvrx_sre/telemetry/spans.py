@@ -169,6 +169,7 @@ class SpanFold(Snapshotted):
             schema.SaveWritten: self._on_save_written,
             schema.SaveCommitted: self._on_save_committed,
             schema.SaveVerified: self._on_save_verified,
+            schema.SaveUnverified: self._on_save_unverified,
             schema.SaveFailed: self._on_save_failed,
             schema.CheckpointRejected: self._on_checkpoint_rejected,
             schema.RunFinished: self._on_run_finished,
@@ -360,6 +361,10 @@ class SpanFold(Snapshotted):
     def _on_save_verified(self, record: Record, event: schema.SaveVerified) -> list[FinishedSpan]:
         return self._end_save(event.step, record.time_ns, None)
 
+    def _on_save_unverified(self, record: Record, event: schema.SaveUnverified) -> list[FinishedSpan]:
+        """The save itself is good: the error is that of its last stage."""
+        return self._end_save(event.step, record.time_ns, None, stage_error_type=str(event.reason))
+
     def _on_save_failed(self, record: Record, event: schema.SaveFailed) -> list[FinishedSpan]:
         return self._end_save(event.step, record.time_ns, str(event.reason))
 
@@ -370,11 +375,13 @@ class SpanFold(Snapshotted):
         rejected = self._open("nvrx.reject", parent, record.time_ns, key, step=event.step, tier=str(event.tier))
         return [rejected.finish(record.time_ns, str(event.reason))]
 
-    def _end_save(self, step: int, end_ns: int, error_type: str | None) -> list[FinishedSpan]:
+    def _end_save(
+        self, step: int, end_ns: int, error_type: str | None, *, stage_error_type: str | None = None
+    ) -> list[FinishedSpan]:
         if step not in self._saves:
             return []
         save, stage = self._saves.pop(step)
-        return [stage.finish(end_ns, error_type), save.finish(end_ns, error_type)]
+        return [stage.finish(end_ns, stage_error_type or error_type), save.finish(end_ns, error_type)]
 
     # --- ends ---------------------------------------------------------------------------------------------
 

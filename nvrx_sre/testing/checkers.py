@@ -25,6 +25,8 @@ from nvrx_sre.testing.checkers_goodput import check_incidents, check_ledger
 from nvrx_sre.testing.checkers_policy import check_policy
 
 DRAIN_NS = to_ns(25.0)
+_ENDED = ("verified", "unverified", "failed")
+"""Ends of a save."""
 """What a preemption leaves for saving: a disk that is slower than this loses what was sealed."""
 
 
@@ -128,7 +130,7 @@ class _Safety:
         self.newest_good = max((step for _, step in self.good), default=-1)
         abandoned = {key for key in self.saves if key[0] < record.generation and key[1] > event.step}
         self.good -= abandoned
-        for key in abandoned & {key for key, stage in self.saves.items() if stage in ("verified", "failed")}:
+        for key in abandoned & {key for key, stage in self.saves.items() if stage in _ENDED}:
             self.saves[key] = "abandoned"
 
     def on_restored(self, record: Record, event: schema.StateRestored) -> None:
@@ -240,7 +242,15 @@ class _Safety:
         self.saves[record.generation, event.step] = "verified"
         self.good.add((record.generation, event.step))
 
+    def on_save_unverified(self, record: Record, event: schema.SaveUnverified) -> None:
+        if self.saves.get((record.generation, event.step)) != "committed":
+            self.problem(record, f"left step {event.step} unverified that was not committed")
+        self.saves[record.generation, event.step] = "unverified"
+
     def on_save_failed(self, record: Record, event: schema.SaveFailed) -> None:
+        is_committed = self.saves.get((record.generation, event.step)) == "committed"
+        if is_committed and event.reason.value in [item.value for item in schema.Unverified]:
+            self.problem(record, f"counts the committed save of step {event.step} as failed")
         self.saves[record.generation, event.step] = "failed"
 
     def on_checkpoint_gone(self, record: Record, event: schema.CheckpointRejected | schema.CheckpointDeleted) -> None:
@@ -267,6 +277,7 @@ _HANDLERS: dict[type[schema.Event], Callable[[_Safety, Record, Any], None]] = {
     schema.SaveStarted: _Safety.on_save_started,
     schema.SaveCommitted: _Safety.on_save_committed,
     schema.SaveVerified: _Safety.on_save_verified,
+    schema.SaveUnverified: _Safety.on_save_unverified,
     schema.SaveFailed: _Safety.on_save_failed,
     schema.CheckpointRejected: _Safety.on_checkpoint_gone,
     schema.CheckpointDeleted: _Safety.on_checkpoint_gone,

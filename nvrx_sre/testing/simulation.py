@@ -150,6 +150,8 @@ def _states_of(event: schema.Event) -> set[str]:
         return {f"a save was skipped: {event.reason.value}"}
     if isinstance(event, schema.SaveFailed):
         return {f"a save failed: {event.reason.value}"}
+    if isinstance(event, schema.SaveUnverified):
+        return {f"a commit was not read back: {event.reason.value}"}
     if isinstance(event, schema.IncidentClosed):
         return {f"an incident closed {event.verdict.value}"}
     return {_NAMED[type(event)]} if type(event) in _NAMED else set()
@@ -186,6 +188,8 @@ RARE_STATES: tuple[str, ...] = (
     "a save failed: writer_died",
     "a save failed: interrupted",
     "a save failed: abandoned_line",
+    "a commit was not read back: writer_died",
+    "a commit was not read back: interrupted",
     "an incident closed recovered",
     "an incident closed exhausted",
     "an incident took several attempts",

@@ -12,11 +12,14 @@ from nvrx_sre.events.schema import (
     LedgerState,
     ReplayDiverged,
     RunStarted,
+    SaveCommitted,
     SaveFailed,
     SaveFailure,
     SaveSkipped,
+    SaveUnverified,
     SkipReason,
     Tier,
+    Unverified,
 )
 from nvrx_sre.goodput.summary import SummaryFold
 from tests.stories import RUN, Story, begin, exception_story, fallback_story
@@ -94,6 +97,15 @@ def test_summary_counts_failed_skipped_and_diverged() -> None:
         "rejected": 0,
     }
     assert summary["exit_code"] is None
+
+
+def test_a_commit_that_nobody_read_back_is_counted_once() -> None:
+    """As committed: it has not failed."""
+    story, _ = begin()
+    story.add(3.0, SaveCommitted(step=1, directory="d", size_bytes=1, seconds=1.0, captured_ns=1))
+    story.add(4.0, SaveUnverified(step=1, reason=Unverified.INTERRUPTED, message=""))
+    durable = summarize(story)["saves"]["durable"]  # type: ignore[index]  # JSON
+    assert durable == {"committed": 1, "failed": 0, "skipped": 0, "rejected": 0}
 
 
 def test_an_open_incident_is_in_the_list() -> None:

@@ -369,6 +369,18 @@ def test_the_death_of_one_writer_ends_the_attempt_for_all() -> None:
     assert second not in ("", first)
 
 
+def test_a_writer_whose_share_is_committed_may_die_while_another_reads_it_back() -> None:
+    """Only the one of rank 0's node is still at it."""
+    driven = begun()
+    driven.step(2, durable=True)
+    driven.write(2, "written", node=1)
+    driven.write(2, "written", "committed")
+    driven.kill(next(item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER and item.node == 1))
+    driven.write(2, "verified")
+    assert [item.step for item in driven.events(schema.SaveVerified)] == [2]
+    assert not driven.events(schema.SaveUnverified) and not driven.events(schema.SaveFailed)
+
+
 def test_a_report_on_an_attempt_that_was_ended_is_stale() -> None:
     """A writer that gives up late does not fail the save that is written again."""
     driven = begun()

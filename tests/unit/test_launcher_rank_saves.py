@@ -74,16 +74,17 @@ def test_no_hot_tier_is_told_once_a_launcher() -> None:
 
 
 @pytest.mark.parametrize("stages", [("started",), ("started", "written"), ("started", "written", "committed")])
-def test_a_save_whose_generation_is_left_has_failed(stages: tuple[str, ...]) -> None:
-    """Whatever it reached; what the old generation still says of it is not heard."""
+def test_a_save_whose_generation_is_left_goes_no_further(stages: tuple[str, ...]) -> None:
+    """It has failed, or is unverified if it had committed; what the old generation still says of it is not heard."""
     driven = begun()
     report(driven, 1, 2)
     tell(driven, 2, *stages)
     driven.raise_in(1, 3)
     tell(driven, 2, "verified")
-    (failed,) = driven.events(schema.SaveFailed)
-    assert (failed.step, failed.reason) == (2, schema.SaveFailure.INTERRUPTED)
+    (ended,) = driven.events(schema.SaveUnverified if "committed" in stages else schema.SaveFailed)
+    assert (ended.step, ended.reason) == (2, "interrupted")
     assert not driven.events(schema.SaveVerified)
+    assert len(driven.events(schema.SaveFailed)) == ("committed" not in stages)
 
 
 def test_a_failure_is_told_with_its_reason() -> None:

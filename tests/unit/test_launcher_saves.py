@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -239,9 +240,9 @@ def record(event: schema.Event, generation: int = 1) -> Record:
     return Record(run="r", epoch=1, generation=generation, rank=None, seq=1, time_ns=1, event=event)
 
 
-@pytest.mark.parametrize(("is_committed", "words"), [(False, "not committed"), (True, "committed, not verified")])
-def test_c01_a_save_without_an_end_was_interrupted(is_committed: bool, words: str) -> None:
-    """What the journal of a dead launcher leaves open is a failed save, with how far it came."""
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_c01_a_save_without_an_end_was_interrupted(is_committed: bool) -> None:
+    """What the journal of a dead launcher leaves open has failed, or was not verified if it had committed."""
     saves = StartedSaves()
     saves.apply(record(schema.SaveStarted(step=8, tier=Tier.DURABLE, captured_ns=1)))
     saves.apply(record(schema.SaveVerified(step=8, directory="d", seconds=1.0, captured_ns=1)))
@@ -250,10 +251,10 @@ def test_c01_a_save_without_an_end_was_interrupted(is_committed: bool, words: st
         saves.apply(
             record(schema.SaveCommitted(step=16, directory="d", size_bytes=1, seconds=1.0, captured_ns=1), generation=2)
         )
-    [(failed, generation)] = saves.interrupted()
-    assert (failed.step, failed.reason, generation) == (16, SaveFailure.INTERRUPTED, 2)
-    assert failed.message.endswith(words)
-    saves.apply(record(failed, generation))
+    [(ended, generation)] = saves.interrupted()
+    assert type(ended) is (schema.SaveUnverified if is_committed else schema.SaveFailed)
+    assert (ended.step, ended.reason, generation) == (16, "interrupted", 2)
+    saves.apply(record(ended, generation))
     assert saves.interrupted() == []
     assert saves.is_known(8, 1) and not saves.is_known(24, 1)
 
@@ -319,3 +320,54 @@ def test_c13_nothing_is_deleted_while_ranks_go_back() -> None:
     driven.step(6, durable=True)
     driven.write(6, "written", "committed", "verified")
     assert len(driven.all(c.RetainSaves)) == 2
+
+
+def lose_the_node(driven: DrivenMachine) -> None:
+    """A planned loss of the node, told by rank 0."""
+    driven.say(driven.child_of(0), wire.NodeKill(generation=1, mono_ns=driven.now_ns))
+
+
+def lose_the_writer(driven: DrivenMachine) -> None:
+    """SIGKILL of the writer."""
+    driven.kill(next(item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER))
+
+
+def miss_the_deadline(driven: DrivenMachine) -> None:
+    """The writer stands still."""
+    driven.wait(21.0)
+
+
+def go_back(driven: DrivenMachine) -> None:
+    """The run starts afresh, and its writer reads on."""
+    back_to(driven, 0, "fresh")
+    driven.write(10, "verified")
+
+
+LOSSES: dict[Callable[[DrivenMachine], None], str] = {
+    lose_the_node: "interrupted",
+    lose_the_writer: "writer_died",
+    miss_the_deadline: "writer_died",
+    go_back: "abandoned_line",
+}
+
+
+@pytest.mark.parametrize("lose", LOSSES, ids=lambda lose: lose.__name__)
+def test_c01_a_commit_that_nobody_read_back_is_unverified(lose: Callable[[DrivenMachine], None]) -> None:
+    """Whoever reads it is lost between commit and end: it was saved, so it has not failed, and is not written again."""
+    driven = begun(limits=Limits(deadlines=Deadlines(save_s=20.0)))
+    driven.step(10, durable=True)
+    driven.write(10, "written", "committed")
+    lose(driven)
+    assert [(item.step, item.reason) for item in driven.events(schema.SaveUnverified)] == [(10, LOSSES[lose])]
+    assert not driven.events(schema.SaveFailed) and not driven.events(schema.SaveVerified)
+    assert saved(driven) == [10]
+
+
+@pytest.mark.parametrize("reason", ["verify", "storage", "no_space"])
+def test_c01_a_commit_that_could_not_be_read_back_has_failed(reason: str) -> None:
+    """It was looked at, and is damaged or out of reach: no loss of the one who looked."""
+    driven = begun()
+    driven.step(10, durable=True)
+    driven.write(10, "written", "committed", "failed", reason=reason)
+    assert [(item.step, item.reason) for item in driven.events(schema.SaveFailed)] == [(10, reason)]
+    assert not driven.events(schema.SaveUnverified)

@@ -56,6 +56,7 @@ OWN_METRIC: dict[type[Event], tuple[Metric, tuple[str, ...]]] = {
     schema.SaveCommitted: (catalog.SAVES, ("durable", "committed")),
     schema.SaveVerified: (catalog.SAVE_SECONDS, ("verify",)),
     schema.SaveSkipped: (catalog.SAVES_SKIPPED, ("durable", "writer_busy")),
+    schema.SaveUnverified: (catalog.SAVES_UNVERIFIED, ("interrupted",)),
     schema.SaveFailed: (catalog.SAVE_FAILURES, ("storage",)),
     schema.CheckpointRejected: (catalog.CHECKPOINT_REJECTED, ("checksum",)),
     schema.CheckpointDeleted: (catalog.CHECKPOINT_DELETIONS, ()),
@@ -77,6 +78,7 @@ VALUES: dict[str, Any] = {
     "fault": schema.FaultClass.EXCEPTION,
     "reason": {
         schema.SaveSkipped: schema.SkipReason.WRITER_BUSY,
+        schema.SaveUnverified: schema.Unverified.INTERRUPTED,
         schema.SaveFailed: schema.SaveFailure.STORAGE,
         schema.CheckpointRejected: schema.RejectReason.CHECKSUM,
     },
@@ -202,6 +204,7 @@ _SPANS_OF: dict[str, tuple[type[Event], ...]] = {
     "nvrx.run": (
         *(schema.RunFinished, schema.LauncherStopped, schema.IncidentClosed),
         *(schema.SaveSealed, schema.SaveWritten, schema.SaveCommitted, schema.SaveVerified, schema.SaveFailed),
+        schema.SaveUnverified,
     ),
     "nvrx.reject": (schema.CheckpointRejected,),
 }

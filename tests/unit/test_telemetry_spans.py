@@ -7,7 +7,17 @@ import itertools
 import pytest
 
 from nvrx_sre.core.errors import ExitCode
-from nvrx_sre.events.schema import FaultClass, LauncherStopped, Record, RestoredFrom, SaveFailed, SaveFailure, Tier
+from nvrx_sre.events.schema import (
+    FaultClass,
+    LauncherStopped,
+    Record,
+    RestoredFrom,
+    SaveFailed,
+    SaveFailure,
+    SaveUnverified,
+    Tier,
+    Unverified,
+)
 from nvrx_sre.goodput.incidents import IncidentTracker, incident_trace_id
 from nvrx_sre.telemetry.spans import FinishedSpan, SpanFold, signal_name
 from tests.stories import RUN, begin, crash_loop_story, exception_story, fallback_story, lost_launcher_story, ns
@@ -115,6 +125,18 @@ def test_a_failed_save_is_an_error_with_its_reason() -> None:
     story.add(12.6, SaveFailed(step=10, tier=Tier.DURABLE, reason=SaveFailure.WRITER_DIED, message="pid 7"))
     (save,) = named(spans_of(story.records), "nvrx.save")
     assert save.attributes["error.type"] == "writer_died"
+
+
+def test_a_save_that_was_not_verified_is_no_error_but_its_last_stage() -> None:
+    """It committed: what was lost is the reading."""
+    story = fallback_story()
+    cut = next(index for index, item in enumerate(story.records) if type(item.event).__name__ == "SaveVerified")
+    story.records = story.records[:cut]
+    story.add(12.9, SaveUnverified(step=10, reason=Unverified.INTERRUPTED, message="the node was lost"))
+    spans = spans_of(story.records)
+    (save,), (verify,) = named(spans, "nvrx.save"), named(spans, "nvrx.verify")
+    assert "error.type" not in save.attributes
+    assert (verify.attributes["error.type"], verify.end_ns) == ("interrupted", ns(12.9))
 
 
 def test_c03_a_rejected_checkpoint_is_one_moment_of_its_incident() -> None:
