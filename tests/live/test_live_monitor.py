@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nvrx_sre.core.atomic import write_json_atomically
 from nvrx_sre.events.schema import FaultClass
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.monitoring import query
@@ -50,14 +51,14 @@ def locked(directory: Path) -> tuple[EndpointSecurity, list[str]]:
     return security, keys
 
 
-def training_run(root: Path, security: EndpointSecurity) -> LiveRun:
+def training_run(root: Path, security: EndpointSecurity | None = None, name: str = "demo") -> LiveRun:
     """A told run that trains, at the place where a launcher of this process would have put it."""
-    run = LiveRun("demo", story=PolicyStory(), security=security)
+    run = LiveRun(name, story=PolicyStory(), security=security)
     run.at_s = run.train()
     run.tell()
-    directory = RunDirectory(root / "demo")
-    directory.prepare("demo", {})
-    where = {"url": run.server.url, "pid": directory.take_epoch().pid, "run": "demo", "password": True}
+    directory = RunDirectory(root / name)
+    directory.prepare(name, {})
+    where = {"url": run.server.url, "pid": directory.take_epoch().pid, "run": name, "password": security is not None}
     directory.metrics.write_text(json.dumps(where))
     return run
 
@@ -99,3 +100,30 @@ def test_monitor_says_what_fires_and_leaves_nothing_behind(tmp_path: Path, now: 
     for url in servers.groups():
         with pytest.raises(query.QueryError):
             query.http_get(f"{url}/-/ready")
+
+
+@pytest.mark.slow
+def test_an_end_that_no_scrape_saw_pages_nobody(tmp_path: Path, now: float) -> None:
+    """Two endpoints go, as with `--metrics-linger 0`: of the run that left an exit code nothing is told, of the one that
+    left none, and was scraped last, that it is missing; Prometheus itself takes both for missing."""
+    root = tmp_path / "runs"
+    ended, vanished = training_run(root, name="a-ended"), training_run(root, name="vanished")
+    arguments = ["monitor", "--root", str(root), "--scrape-interval", "0.5", "--values", str(HERE / "values.yaml")]
+    popen = launched.start(arguments, TMPDIR=str(tmp_path))
+    try:
+        prometheus = read_until(popen, _SERVERS.pattern).group(1)
+        assert all(run.server.wait_for_scrapes(2, 150.0) for run in (ended, vanished))
+        write_json_atomically(RunDirectory(root / "a-ended").summary, {"exit_code": 0})
+        ended.server.close()
+        assert vanished.server.wait_for_scrapes(1, 150.0)
+        vanished.server.close()
+        told = read_until(popen, "firing critical NvrxTargetMissing ")
+        assert "run=vanished: " in told.string
+        missing = {item["labels"]["run"] for item in query.alerts(prometheus) if item["state"] == "firing"}
+        assert {"a-ended", "vanished"} <= missing
+    finally:
+        for run in (ended, vanished):
+            run.server.close()
+        popen.send_signal(signal.SIGTERM)
+    output, _ = popen.communicate(timeout=150)
+    assert (popen.returncode, "firing critical NvrxTargetMissing namespace=runs run=a-ended" in output) == (0, False)
