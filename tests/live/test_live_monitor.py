@@ -104,8 +104,8 @@ def test_monitor_says_what_fires_and_leaves_nothing_behind(tmp_path: Path, now: 
 
 @pytest.mark.slow
 def test_an_end_that_no_scrape_saw_pages_nobody(tmp_path: Path, now: float) -> None:
-    """Two endpoints go, as with `--metrics-linger 0`: of the run that left an exit code nothing is told, of the one that
-    left none, and was scraped last, that it is missing; Prometheus itself takes both for missing."""
+    """Two endpoints go, as with `--metrics-linger 0`: of the run that left an exit code nothing is told, of the one
+    that left none, and was scraped last, that it is missing; Prometheus itself takes both for missing."""
     root = tmp_path / "runs"
     ended, vanished = training_run(root, name="a-ended"), training_run(root, name="vanished")
     arguments = ["monitor", "--root", str(root), "--scrape-interval", "0.5", "--values", str(HERE / "values.yaml")]
