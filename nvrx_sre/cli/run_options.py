@@ -202,7 +202,7 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         "--metrics-linger",
         type=click.FloatRange(0),
         metavar="S",
-        help="Longest stay of a scraped /metrics after the end, in seconds; 0 for none.  [default: 65]",
+        help="Longest stay of a scraped /metrics after the end, in seconds; 0 may page for a good end.  [default: 65]",
     ),
     click.option(
         "--otlp-endpoint",
