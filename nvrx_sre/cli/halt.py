@@ -3,8 +3,9 @@
 Model: a halt is a file in the run directory; a live launcher reads it within a second, drains and exits 93, and
 none starts while it lies there. Resuming refills the budgets in a record and removes the file.
 
-Both say what came of it in one line. Asking for what is so already changes nothing (exit 0); a run that has finished
-can be neither halted nor resumed, one that runs cannot be resumed (exit 78).
+Both say what came of it in one line. Asking for what is so already changes nothing (exit 0): a halt of a run that was
+stopped, a resume of one that was not and has used none of its budgets. A run that has finished can be neither halted
+nor resumed, one that runs cannot be resumed (exit 78).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from nvrx_sre.core.errors import ExitCode, RunDirectoryBusy, UserError
 from nvrx_sre.core.identity import RUN_FILE, check_run_dir, recorded_run
 from nvrx_sre.events.schema import HaltReason
 from nvrx_sre.goodput.verdict import RunState
+from nvrx_sre.launcher.past import look_back
 from nvrx_sre.launcher.reset import reset_budgets
 from nvrx_sre.launcher.rundir import RunDirectory
 from nvrx_sre.telemetry.archive import FollowedRun
@@ -44,7 +46,7 @@ def _halt(directory: RunDirectory, name: str, reason: str) -> str:
         return f"run {name} is halted already (by {request[1]}: {request[0]}): nothing was changed"
     if state is RunState.FINISHED:
         raise UserError(f"run {name} has finished: there is nothing to halt")
-    if state is RunState.HALTED:
+    if look_back(directory).past.stop_reason:
         return f"run {name} was stopped for good already (exit {ExitCode.DO_NOT_RESTART}): nothing was changed"
     directory.request_halt(reason, HaltReason.OPERATOR)
     if directory.live_launcher() is not None:
@@ -75,8 +77,12 @@ def _resume(directory: RunDirectory, name: str, reason: str) -> str:
         raise RunDirectoryBusy(f"run {name} {why} (launcher process {pid})")
     if state is RunState.FINISHED and not is_halted:
         raise UserError(f"run {name} has finished: there is nothing to resume")
+    folds = look_back(directory)
+    is_stopped = is_halted or bool(folds.past.stop_reason)
+    if not is_stopped and folds.history.is_unused:
+        return f"run {name} is not halted and its budgets are full: nothing was changed"
     reset_budgets(directory, name, reason)
-    if is_halted or state is RunState.HALTED:
+    if is_stopped:
         return f"run {name} may be started again: its halt is lifted and its budgets are full"
     return f"run {name} was not halted: its budgets are full again"
 

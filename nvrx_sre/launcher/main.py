@@ -2,8 +2,9 @@
 
     prepare directory -> take epoch -> end leftovers -> replay journal -> serve metrics -> run -> summary -> exit
 
-A run that was stopped for good (exit 93) or halted is refused until `nvrx-sre resume`, so that no restart of
-a pod refills a retry budget.
+A run that was stopped for good (exit 93) or halted is refused until `nvrx-sre resume`, so that no restart of a pod
+refills a retry budget. `--start-fresh` starts one that was stopped: at step 0, with the budgets as they are. One that
+somebody, or the brake, has halted waits for `resume` whatever it is started with.
 """
 
 from __future__ import annotations
@@ -125,9 +126,11 @@ class _Start:
 def _refusal(start: _Start, config: RunConfig) -> str:
     directory, past = start.directory, start.past
     stopped = past.folds.past.stop_reason
-    if directory.halt.exists() or (stopped and not config.start_fresh):
-        why = stopped or "a halt was requested"
-        return f"run {config.run} was stopped: {why}; `nvrx-sre resume {directory.path} --reason TEXT` lets it go on"
+    goes_on = f"`nvrx-sre resume {directory.path} --reason TEXT` lets it go on"
+    if directory.halt.exists():
+        return f"run {config.run} was stopped: {stopped or 'a halt was requested'}; {goes_on}, nothing else does"
+    if stopped and not config.start_fresh:
+        return f"run {config.run} was stopped: {stopped}; {goes_on}, --start-fresh begins at step 0"
     devices = _machine_config(config, start.devices).devices
     world = members(devices, past.folds.history.excluded, config.world_multiple)
     if len(world) < config.min_world_size:

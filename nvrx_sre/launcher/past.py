@@ -9,6 +9,7 @@ Not thread-safe. Blocking; memory grows with the records after the snapshot.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nvrx_sre.core.errors import ExitCode
@@ -21,6 +22,7 @@ from nvrx_sre.events.schema import (
     RestoredFrom,
     RolledBack,
     RunFinished,
+    RunStarted,
     SaveCommitted,
 )
 from nvrx_sre.events.snapshot import Snapshotted, fits, put_back
@@ -57,7 +59,7 @@ class RunPast(Snapshotted):
         self.is_orderly = isinstance(event, LauncherStopped | BudgetReset)
         if isinstance(event, RunFinished):
             self.stop_reason = event.reason if event.exit_code == ExitCode.DO_NOT_RESTART else ""
-        elif isinstance(event, BudgetReset):
+        elif isinstance(event, BudgetReset) or (isinstance(event, RunStarted) and event.fresh):
             self.stop_reason = ""
         elif isinstance(event, FaultInjected):
             self.passes[event.spec] = max(self.passes.get(event.spec, 0), event.passes)
@@ -108,21 +110,36 @@ class Past:
     folds: LauncherFolds = field(default_factory=LauncherFolds)
 
 
+def look_back(directory: RunDirectory) -> LauncherFolds:
+    """What is on record, for who only asks: nothing is repaired. Blocking; may be called while a launcher writes."""
+    folds = LauncherFolds()
+    if directory.journal.is_dir():
+        _read(directory, folds, folds.parts)
+    return folds
+
+
 def read_past(directory: RunDirectory, run: str, num_leftovers: int = 0) -> Past:
     """Repair and read the journal. Raises `UserError` for a journal of a newer version."""
     repaired_bytes = journal.repair(directory.journal)
     folds = LauncherFolds()
-    wanted = folds.parts | FoldedRun(run).parts
+    snapshot, records = _read(directory, folds, folds.parts | FoldedRun(run).parts)
+    return Past(
+        snapshot=snapshot,
+        records=records,
+        repaired_bytes=repaired_bytes,
+        num_leftovers=num_leftovers,
+        folds=folds,
+    )
+
+
+def _read(
+    directory: RunDirectory, folds: LauncherFolds, wanted: Mapping[str, Snapshotted]
+) -> tuple[journal.Snapshot | None, list[Record]]:
+    """Fill `folds`; the newest snapshot that holds all of `wanted`, and the records after it."""
     reader = journal.JournalReader(directory.journal, fits=lambda value: fits(wanted, value))
     if reader.snapshot is not None:
         put_back(folds.parts, reader.snapshot.folds)
     records = list(reader)
     for record in records:
         folds.apply(record)
-    return Past(
-        snapshot=reader.snapshot,
-        records=records,
-        repaired_bytes=repaired_bytes,
-        num_leftovers=num_leftovers,
-        folds=folds,
-    )
+    return reader.snapshot, records

@@ -118,6 +118,12 @@ class History(Snapshotted):
         elif isinstance(event, TelemetryDegraded):
             self._on_degraded(event)
 
+    @property
+    def is_unused(self) -> bool:
+        """No budget is used and no device excluded: there is nothing to reset."""
+        counted = (self.num_faults, self.num_unrecorded, self.num_preempted, self.progress_unknown)
+        return not any((self.attempts, self._fruitless, self.excluded, *counted))
+
     def has_progress(self, hot_sealed_step: int = -1) -> bool:
         """True if there is progress since the last fault, or no fault yet.
 

@@ -94,7 +94,7 @@ def _incurable(fault: PolicyFault) -> tuple[int, str] | None:
     if fault.fault is FaultClass.USER_ERROR:
         return ExitCode.CONFIG, "a configuration or user error: no restart can cure it"
     if fault.fault is FaultClass.CHECKPOINT_CORRUPT and fault.exception_type == NothingRestorable.__name__:
-        return ExitCode.DO_NOT_RESTART, "commits are on record, none can be loaded; --start-fresh begins at step 0"
+        return ExitCode.DO_NOT_RESTART, "commits are on record, none can be loaded: bring one back, or --start-fresh"
     return None
 
 

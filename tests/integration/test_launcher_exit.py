@@ -23,6 +23,7 @@ from nvrx_sre.events.schema import (
     FaultDetected,
     FaultInjected,
     GenerationFormed,
+    HaltReason,
     IncidentClosed,
     LauncherStarted,
     LauncherStopped,
@@ -39,6 +40,7 @@ from nvrx_sre.events.schema import (
     StepsCommitted,
     WorkerStarted,
 )
+from nvrx_sre.launcher.rundir import RunDirectory
 from tests.integration.launched import Ended, finish, start, train, train_arguments, wait_for
 from tests.patience import PATIENCE_S, wait_until
 
@@ -290,12 +292,19 @@ def test_c58_a_live_run_is_found_by_its_file_and_refuses_a_second_launcher(tmp_p
 
 
 def test_c17_nothing_loadable_is_not_a_silent_fresh_start(copied: Path) -> None:
-    """Commits on record and none loadable: exit 93 with what to do; --start-fresh begins again."""
+    """Commits on record and none loadable: exit 93 with what to do; --start-fresh begins again, unless it is halted."""
     for manifest in (copied / "checkpoints").glob("step-*/manifest.json"):
         manifest.unlink()
     refused = train(copied, "--nproc", "2", "--standbys", "0")
     assert refused.exit_code == 93, refused.explain()
-    assert "--start-fresh" in refused.output
+    assert "bring one back, or --start-fresh" in refused.output
+    again = train(copied, "--nproc", "2", "--standbys", "0")
+    assert again.exit_code == 93 and "lets it go on, --start-fresh begins at step 0" in again.output
+    directory = RunDirectory(copied)
+    directory.request_halt("bad data", HaltReason.OPERATOR)
+    halted = train(copied, "--nproc", "2", "--standbys", "0", "--start-fresh")
+    assert halted.exit_code == 93 and "lets it go on, nothing else does" in halted.output
+    directory.halt.unlink()
     fresh = train(copied, "--nproc", "2", "--standbys", "0", "--start-fresh")
     assert fresh.exit_code == 0, fresh.explain()
 

@@ -13,7 +13,16 @@ from nvrx_sre.cli.main import main
 from nvrx_sre.core import processes
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.journal import JournalWriter, read_journal
-from nvrx_sre.events.schema import BudgetReset, HaltReason, LauncherStopped, Record, RunFinished
+from nvrx_sre.events.schema import (
+    BudgetReset,
+    FaultDetected,
+    HaltReason,
+    LauncherStopped,
+    Record,
+    RunFinished,
+    RunStarted,
+)
+from nvrx_sre.launcher.past import look_back
 from nvrx_sre.launcher.rundir import RunDirectory
 from tests.stories import RUN, exception_story
 
@@ -113,10 +122,9 @@ def test_halt_of_a_run_elsewhere_says_where(tmp_path: Path, capsys: pytest.Captu
     [
         (ended(93), 0, "may be started again: its halt is lifted and its budgets are full"),
         (ended(75), 0, f"run {RUN} was not halted: its budgets are full again"),
-        ([], 0, "was not halted"),
         (ended(0), 78, f"run {RUN} has finished: there is nothing to resume"),
     ],
-    ids=["stopped", "retryable", "not started", "finished"],
+    ids=["stopped", "retryable", "finished"],
 )
 def test_resume_of_a_run_without_a_halt(
     records: list[Record], exit_code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -127,6 +135,58 @@ def test_resume_of_a_run_without_a_halt(
     assert (code, says in line) == (exit_code, True), line
     resets = [record for record in read_journal(directory.journal) if isinstance(record.event, BudgetReset)]
     assert len(resets) == (exit_code == 0)
+
+
+def end_holder(directory: RunDirectory) -> None:
+    """The process that took the newest epoch, which is this one, is gone."""
+    newest = max(directory.epochs.glob("*.json"))
+    newest.write_text(json.dumps(json.loads(newest.read_text()) | {"pid": DEAD_PID}))
+
+
+def unharmed(exit_code: int) -> list[Record]:
+    """A run that has ended without a fault before."""
+    return [record for record in ended(exit_code) if not isinstance(record.event, FaultDetected)]
+
+
+def files(path: Path) -> dict[Path, bytes]:
+    """Everything below a directory."""
+    return {item: item.read_bytes() for item in path.rglob("*") if item.is_file()}
+
+
+@pytest.mark.parametrize("records", [[], unharmed(143), unharmed(75)], ids=["not started", "preempted", "retryable"])
+def test_resume_of_a_run_that_needs_none_changes_nothing(
+    records: list[Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No record, no epoch: neither a halt nor a used budget is there."""
+    directory = run_directory(tmp_path / "run", records)
+    before = files(directory.path)
+    code, line = said(capsys, "resume", str(directory.path))
+    assert (code, line) == (0, f"run {RUN} is not halted and its budgets are full: nothing was changed")
+    assert files(directory.path) == before
+
+
+@pytest.mark.parametrize("is_halted", [True, False], ids=["halted", "stopped by a cap"])
+def test_a_second_resume_changes_nothing(is_halted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a halt after it is one again: the run may start, so it is told not to."""
+    directory = run_directory(tmp_path / "run", ended(93))
+    if is_halted:
+        directory.request_halt("disk", HaltReason.OPERATOR)
+    assert "its halt is lifted and its budgets are full" in said(capsys, "resume", str(directory.path))[1]
+    end_holder(directory)
+    assert "nothing was changed" in said(capsys, "resume", str(directory.path))[1]
+    assert len([item for item in read_journal(directory.journal) if isinstance(item.event, BudgetReset)]) == 1
+    assert "does not start again until it is resumed" in said(capsys, "halt", str(directory.path))[1]
+    assert directory.halt.exists()
+
+
+def test_a_run_that_was_started_afresh_is_stopped_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--start-fresh` starts what had stopped with 93: from then on it can be halted, and started after a crash."""
+    stopped = ended(93)
+    [first] = [record for record in stopped if isinstance(record.event, RunStarted)]
+    again = replace(first, epoch=2, event=replace(first.event, fresh=True, resumed=True))
+    directory = run_directory(tmp_path / "run", [*stopped, again])
+    assert look_back(directory).past.stop_reason == ""
+    assert "does not start again until it is resumed" in said(capsys, "halt", str(directory.path))[1]
 
 
 def test_resume_lifts_a_halt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
