@@ -21,6 +21,7 @@ from nvrx_sre.cli.report import make_console, print_whole
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.events.schema import Verdict
 from nvrx_sre.faults.plan import RARE_PHASES, STORAGE_KINDS, FaultSpec
+from nvrx_sre.goodput.verdict import FINAL_STATES, run_state_after
 from nvrx_sre.monitoring import assets
 
 DEGRADED = "degraded: recovered with a smaller world, from an older checkpoint or with a large rollback"
@@ -152,15 +153,17 @@ def _print_result(console: Console, summary: Mapping[str, Any], num_steps: int |
 
 def _print_never_struck(console: Console, summary: Mapping[str, Any]) -> None:
     """A trial in which nothing was broken has shown nothing: say so, a line for each fault."""
+    is_over = run_state_after(summary.get("exit_code", ExitCode.FINISHED)) in FINAL_STATES
+    what = "never struck" if is_over else "not struck yet"
     last_step = summary.get("high_water") or 0
     for text in summary.get("faults_never_struck") or []:
         reason = _why_it_did_not(FaultSpec.parse(text), last_step)
-        console.print(Text(f"planned, never struck: {text} ({reason})", style=WARN))
+        console.print(Text(f"planned, {what}: {text} ({reason})", style=WARN))
 
 
 def _why_it_did_not(spec: FaultSpec, last_step: int) -> str:
     if spec.step > last_step:
-        return f"the run ended at step {last_step}"
+        return f"the run came to step {last_step}"
     if spec.kind in STORAGE_KINDS:
         return f"no save from step {spec.step} on came to its stage"
     if spec.phase in RARE_PHASES:

@@ -98,4 +98,4 @@ def test_the_resilient_script_survives_faults(plain_losses: list[float], tmp_pat
     assert round(ended.summary["final_loss"], 6) == plain_losses[-1]
     assert ended.summary["steps"] == 200
     assert ended.summary["faults_never_struck"] == ["exception@0:900"]
-    assert "planned, never struck: exception@0:900 (the run ended at step 200)\n" in ended.output
+    assert "planned, never struck: exception@0:900 (the run came to step 200)\n" in ended.output

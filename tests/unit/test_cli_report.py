@@ -349,12 +349,12 @@ def test_final_tables_show_the_summary(tmp_path: Path) -> None:
 def test_final_tables_name_faults_that_never_struck(tmp_path: Path) -> None:
     """With what each would have needed; a run whose faults all struck says nothing of it."""
     why = {
-        "exception@0:900": "the run ended at step 50",
+        "exception@0:900": "the run came to step 50",
         "exception@0:3/backward": "rank 0 passed no such point in step 3",
         "hang@1:9": "rank 1 passed no such point in step 9",
         "sigkill@2:9/restore": "rank 2 had no restore from step 9 on",
         "no_space@0:40/rename": "no save from step 40 on came to its stage",
-        "sigkill@0:60/save": "the run ended at step 50",
+        "sigkill@0:60/save": "the run came to step 50",
     }
     summary = {"run": "x", "high_water": 50, "faults_never_struck": list(why)}
     console, output = _console()
@@ -365,6 +365,15 @@ def test_final_tables_name_faults_that_never_struck(tmp_path: Path) -> None:
     console, output = _console()
     final_tables.print_summary(summary | {"faults_never_struck": []}, tmp_path, console=console)
     assert "never struck" not in output.getvalue()
+
+
+@pytest.mark.parametrize(("exit_code", "what"), [(0, "never struck"), (93, "never struck"), (143, "not struck yet")])
+def test_final_tables_of_a_run_that_goes_on_say_not_yet(exit_code: int, what: str, tmp_path: Path) -> None:
+    """A preempted run is started again, with the same plan."""
+    summary = {"run": "x", "exit_code": exit_code, "high_water": 5, "faults_never_struck": ["hang@0:9"]}
+    console, output = _console()
+    final_tables.print_summary(summary, tmp_path, console=console)
+    assert f"planned, {what}: hang@0:9 (the run came to step 5)" in output.getvalue().splitlines()
 
 
 def test_final_tables_tell_a_degraded_recovery(tmp_path: Path) -> None:
