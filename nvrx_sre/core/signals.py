@@ -17,11 +17,19 @@ WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class SignalPipe:
-    """Wakes a selector when a watched signal arrives, one that was ignored before too. Main thread only."""
+    """Wakes a selector when a watched signal arrives, one that was ignored before too.
+
+    Main thread only: `ValueError` elsewhere.
+    """
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        try:
+            self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        except ValueError:
+            os.close(self._read)
+            os.close(self._write)
+            raise
         self._old = {number: signal.signal(number, _no_op) for number in WATCHED}
 
     def fileno(self) -> int:
@@ -34,7 +42,10 @@ class SignalPipe:
         return []
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a signal arrives, `timeout_s` at most. True if there is one that `received` has not returned."""
+        """Block until a signal arrives, `timeout_s` at most. True if there is one that `received` has not taken.
+
+        Any that has a handler in Python ends it; in processes of ours these are the watched ones.
+        """
         poll = select.poll()
         poll.register(self, select.POLLIN)
         return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))

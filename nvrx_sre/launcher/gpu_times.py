@@ -24,7 +24,9 @@ class GpuTimes:
 
     def report(self, generation: int, rank: int, gpu_ns: int) -> None:
         """The GPU of `rank` took so long for its newest stretch (0: none was over)."""
-        if generation != self._generation:
+        if generation < self._generation:
+            return
+        if generation > self._generation:
             self._generation = generation
             self._smoothed.clear()
             self._num_without.clear()

@@ -25,7 +25,9 @@ class Lateness:
 
     def report(self, generation: int, world_size: int, rank: int, step: int, arrived_ns: int) -> None:
         """`rank` came to the first collective of `step` at `arrived_ns` (0: it has no such mark)."""
-        if generation != self._generation:
+        if generation < self._generation:
+            return
+        if generation > self._generation:
             self._generation = generation
             self._arrivals.clear()
             self._smoothed.clear()

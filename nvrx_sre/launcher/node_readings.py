@@ -1,7 +1,7 @@
 """What a follower knows of the ranks on its node, for the metrics: when each was heard, how far it is, how late.
 
-How late a rank comes is the leader's to say, which hears of all ranks; what its GPU takes, the
-intake's. Pure. Not thread-safe.
+How late a rank comes is the leader's to say, which hears of all ranks; what its GPU takes, the intake's. Pure. Not
+thread-safe.
 """
 
 from __future__ import annotations

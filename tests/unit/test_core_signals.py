@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -12,6 +14,22 @@ from prometheus_client import CollectorRegistry
 
 from nvrx_sre.core.signals import WATCHED, SignalPipe
 from nvrx_sre.telemetry.endpoint import MetricsServer
+
+OFF_MAIN_THREAD = """
+import os, threading
+from nvrx_sre.core.signals import SignalPipe
+
+def use():
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        SignalPipe()
+    except ValueError as error:
+        print(type(error).__name__, len(os.listdir("/proc/self/fd")) - before)
+
+thread = threading.Thread(target=use)
+thread.start()
+thread.join()
+"""
 
 
 @pytest.mark.parametrize("number", WATCHED)
@@ -29,6 +47,12 @@ def test_a_signal_from_before_a_wait_ends_it(number: signal.Signals) -> None:
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
+
+
+def test_off_the_main_thread_it_is_refused_and_leaves_nothing() -> None:
+    """Python lets no other thread have handlers."""
+    done = subprocess.run([sys.executable, "-c", OFF_MAIN_THREAD], capture_output=True, text=True, check=True)
+    assert done.stdout == "ValueError 0\n"
 
 
 def test_a_signal_in_a_wait_ends_it() -> None:

@@ -119,7 +119,8 @@ def test_gpu_time_is_smoothed_per_generation() -> None:
         times.report(1, 0, gpu_ns)
     assert times.of(0) == pytest.approx(0.03) and times.of(1) is None
     times.report(2, 1, 5_000_000)
-    assert times.of(0) is None and times.of(1) == pytest.approx(0.005)
+    times.report(1, 0, 20_000_000)
+    assert times.of(0) is None and times.of(1) == pytest.approx(0.005), "what comes late of the one before is nothing"
 
 
 def test_gpu_time_is_forgotten_when_nothing_is_measured_any_more() -> None:
@@ -226,7 +227,9 @@ def test_the_late_rank_is_told_apart_from_those_that_wait_for_it() -> None:
     lateness.report(1, 2, 1, 30, 31 * 10**9)
     assert lateness.of(1) == pytest.approx(0.03 + 0.1 * 0.97), "one slow step is smoothed"
     lateness.report(2, 2, 0, 1, 10**9)
-    assert lateness.of(1) == 0.0, "a new generation begins anew"
+    lateness.report(2, 2, 1, 1, 10**9 + 20_000_000)
+    lateness.report(1, 2, 1, 30, 32 * 10**9)
+    assert lateness.of(1) == pytest.approx(0.02), "begun anew; a late report of the old one is nothing"
 
 
 def test_lateness_needs_marks_and_forgets_steps_that_nobody_finishes() -> None:
