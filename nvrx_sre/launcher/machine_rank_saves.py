@@ -23,7 +23,8 @@ from nvrx_sre.events.schema import (
 )
 from nvrx_sre.launcher.commands import RetainSaves
 from nvrx_sre.launcher.machine_job import Job
-from nvrx_sre.launcher.machine_saves import Saves, failure, given_up
+from nvrx_sre.launcher.machine_saves import Saves
+from nvrx_sre.launcher.save_endings import failure, given_up
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ Over several nodes the writer of each node that has ranks takes part (`checkpoin
 of rank 0's node commits. One that fails, or dies, ends the attempt for all of them.
 
 Invariants: at most one save is held; its slots are released exactly once. A writer that keeps dying is
-respawned with the caps' back-off. Pure.
+respawned with the caps' back-off; at the end of the run only while something is still to be written by it. Pure.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from nvrx_sre.events.schema import (
     SaveSealed,
     SaveSkipped,
     SaveStarted,
-    SaveUnverified,
     SaveVerified,
     SaveWritten,
     SkipReason,
     Tier,
-    Unverified,
 )
 from nvrx_sre.launcher.commands import EndAttempt, HurrySaves, ReleaseBoundary, ReleaseSlots, RetainSaves, StartSave
 from nvrx_sre.launcher.machine_commits import Commits
 from nvrx_sre.launcher.machine_job import Job, Stage
 from nvrx_sre.launcher.machine_roster import Child, Roster
 from nvrx_sre.launcher.machine_seals import Committed, Sealed
+from nvrx_sre.launcher.save_endings import failure, given_up
 
 MAX_REDONE = 2
 """Times a held save is handed to a new writer before it is given up."""
@@ -133,8 +132,7 @@ class Saves:
             self._take(sealed, now_ns)
             return
         self._is_owed = True
-        is_starting = self._held is None
-        if not is_starting and not self._job.config.waits_for_writer:
+        if self._held is not None and not self._job.config.waits_for_writer:
             self._emit_sealed(sealed)
             self._skip(sealed.step, SkipReason.WRITER_BUSY)
 
@@ -190,9 +188,9 @@ class Saves:
     def on_progress(self, writer: Child, message: WriterProgress, now_ns: int) -> None:
         """A writer's report on a stage of the held save; reports on any other are stale."""
         save = self._held
-        if save is None or message.step != save.sealed.step or save.deadline_ns is None:
+        if save is None or (message.step, message.attempt) != (save.sealed.step, save.attempt):
             return
-        if message.attempt != save.attempt:
+        if save.deadline_ns is None:
             return
         save.deadline_ns = now_ns + to_ns(self._job.config.limits.deadlines.save_s)
         if message.stage == "written":
@@ -218,10 +216,6 @@ class Saves:
             return
         if save is not None and save.deadline_ns is not None and writer.node in save.nodes:
             self._on_interrupted_save(save)
-        if self._job.stage is Stage.STOPPING and self.is_idle:
-            return  # nothing is left to write
-        if writer.node in self._job.absent:
-            return  # it gets another one when it comes back
         backoff = self._job.config.limits.caps.backoff_s
         wait_s = backoff[min(self._num_deaths, len(backoff)) - 1] if backoff else 0.0
         self._respawn_ns[writer.node] = now_ns + to_ns(wait_s)
@@ -254,23 +248,31 @@ class Saves:
     def on_tick(self, now_ns: int) -> None:
         """Respawn a dead writer, kill one that is overdue."""
         for node in [node for node, due_ns in self._respawn_ns.items() if now_ns >= due_ns]:
-            self.start_writer(now_ns, node)
+            del self._respawn_ns[node]
+            if self._needs_writer(node):
+                self.start_writer(now_ns, node)
         save = self._held
-        if save is None or save.deadline_ns is None or now_ns < save.deadline_ns:
-            return
-        self._on_interrupted_save(save)
-        for child in self._roster.spares(Role.WRITER):
-            self._roster.kill(child, "the save is overdue", now_ns)
+        if save is not None and save.deadline_ns is not None and now_ns >= save.deadline_ns:
+            self._on_interrupted_save(save)
+            for child in self._roster.spares(Role.WRITER):
+                self._roster.kill(child, "the save is overdue", now_ns)
+
+    def _needs_writer(self, node: int) -> bool:
+        """A dead one is replaced: at the end, which waits for every process, only for what is still to be written."""
+        if node in self._job.absent:
+            return False  # it gets another one when it comes back
+        if self._job.stage is not Stage.STOPPING:
+            return True
+        save = self._held
+        is_redone = save is not None and save.deadline_ns is None and node in save.nodes
+        return is_redone or (self._flush is not None and node in self._job.nodes)
 
     def _on_interrupted_save(self, save: _Save) -> None:
         text = "" if save.is_committed else "not committed"
         if save.is_committed or save.is_abandoned or save.num_redone >= MAX_REDONE:
             self._fail(save, SaveFailure.WRITER_DIED, text)
             return
-        self._emit(
-            save,
-            SaveFailed(step=save.sealed.step, tier=Tier.DURABLE, reason=SaveFailure.WRITER_DIED, message=text),
-        )
+        self._emit(save, given_up(save.sealed.step, SaveFailure.WRITER_DIED, text, is_committed=False))
         self._end_attempt(save)
         save.num_redone += 1
         save.deadline_ns = None
@@ -396,24 +398,3 @@ class Saves:
         """Each node that the world has ranks on has a writer that takes saves."""
         nodes = set(self._job.nodes if self._held is None else self._held.nodes)
         return nodes <= self._roster.nodes_with_parked(Role.WRITER)
-
-
-def given_up(step: int, reason: SaveFailure, text: str, *, is_committed: bool) -> SaveFailed | SaveUnverified:
-    """How a durable save ended that went no further.
-
-    What broke off the reading of a commit says nothing about it; storage that refused to give it back does.
-    """
-    if is_committed and reason in _LOSSES:
-        return SaveUnverified(step=step, reason=_LOSSES[reason], message=text)
-    return SaveFailed(step=step, tier=Tier.DURABLE, reason=reason, message=text)
-
-
-_LOSSES = {SaveFailure(reason.value): reason for reason in Unverified}
-
-
-def failure(reason: str) -> SaveFailure:
-    """The reason that a writer or a rank gave, as one of ours."""
-    try:
-        return SaveFailure(reason)
-    except ValueError:
-        return SaveFailure.STORAGE

@@ -19,7 +19,7 @@ from nvrx_sre.events.schema import (
     SaveVerified,
 )
 from nvrx_sre.events.snapshot import Snapshotted
-from nvrx_sre.launcher.machine_saves import given_up
+from nvrx_sre.launcher.save_endings import given_up
 
 MAX_KNOWN = 64
 """Newest saves that are remembered: each writer's start removes the attempts of the one before."""

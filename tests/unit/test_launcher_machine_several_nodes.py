@@ -39,6 +39,11 @@ def spawned(driven: DrivenMachine, node: int) -> list[tuple[Role, int | None]]:
     return [(item.role, item.rank) for item in driven.all(c.Spawn) if item.node == node]
 
 
+def writer_of(driven: DrivenMachine, node: int) -> int:
+    """The node's newest writer."""
+    return [item.child for item in driven.all(c.Spawn) if (item.role, item.node) == (Role.WRITER, node)][-1]
+
+
 def opened(driven: DrivenMachine) -> list[int]:
     """World sizes of the generations that were opened."""
     return [item.world_size for item in driven.all(c.OpenGeneration)]
@@ -360,8 +365,7 @@ def test_the_death_of_one_writer_ends_the_attempt_for_all() -> None:
     driven = begun()
     driven.step(2, durable=True)
     first = driven.all(c.StartSave)[0].attempt
-    dead = next(item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER and item.node == 1)
-    driven.kill(dead)
+    driven.kill(writer_of(driven, 1))
     assert driven.all(c.EndAttempt) == [c.EndAttempt(step=2, generation=1, attempt=first)]
     driven.wait(1)
     driven.start_child(driven.all(c.Spawn)[-1].child)
@@ -375,10 +379,70 @@ def test_a_writer_whose_share_is_committed_may_die_while_another_reads_it_back()
     driven.step(2, durable=True)
     driven.write(2, "written", node=1)
     driven.write(2, "written", "committed")
-    driven.kill(next(item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER and item.node == 1))
+    driven.kill(writer_of(driven, 1))
     driven.write(2, "verified")
     assert [item.step for item in driven.events(schema.SaveVerified)] == [2]
     assert not driven.events(schema.SaveUnverified) and not driven.events(schema.SaveFailed)
+
+
+def test_a_writer_that_has_done_its_share_is_not_replaced_at_the_end() -> None:
+    """A commit is being read back on rank 0's node: the end waits for that, not for a process with nothing to write."""
+    driven = begun()
+    driven.step(2, durable=True)
+    driven.write(2, "written", node=1)
+    driven.write(2, "written", "committed")
+    num_before = len(driven.all(c.Spawn))
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    driven.kill(writer_of(driven, 1))
+    driven.wait(1)
+    assert len(driven.all(c.Spawn)) == num_before
+    driven.write(2, "verified")
+    assert [item.step for item in driven.events(schema.SaveVerified)] == [2]
+
+
+def test_a_writer_that_was_to_be_replaced_is_not_at_the_end() -> None:
+    """It died in time, its back-off passes during the drain."""
+    driven = begun(limits=Limits(caps=CapLimits(backoff_s=(2.0,))))
+    driven.step(2, durable=True)
+    driven.write(2, "written", node=1)
+    driven.write(2, "written", "committed")
+    driven.kill(writer_of(driven, 1))
+    num_before = len(driven.all(c.Spawn))
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    driven.wait(3)
+    assert len(driven.all(c.Spawn)) == num_before
+
+
+@pytest.mark.parametrize("is_committed", [True, False], ids=["step 3 is sealed", "step 2 is not committed"])
+def test_a_writer_that_has_to_write_before_the_end_is_replaced(is_committed: bool) -> None:
+    """The newest sealed step waits for all writers, and so does a save whose attempt was ended."""
+    driven = begun()
+    driven.step(2, durable=True)
+    if is_committed:
+        driven.write(2, "written", node=1)
+        driven.write(2, "written", "committed")
+        driven.step(3)
+    driven.feed(c.SignalReceived(signal=15, by_person=False))
+    dead = writer_of(driven, 1)
+    driven.kill(dead)
+    driven.wait(1)
+    assert writer_of(driven, 1) != dead
+    driven.start_child(writer_of(driven, 1))
+    if is_committed:
+        driven.write(2, "verified")
+    assert [item.step for item in driven.all(c.StartSave)] == [2, 3 if is_committed else 2]
+
+
+def test_no_writer_is_started_on_a_node_that_was_lost_meanwhile() -> None:
+    """Its writer had died, and the node was gone before the back-off had passed; it gets one when it is back."""
+    driven = begun(limits=Limits(caps=CapLimits(backoff_s=(2.0,)), nodes=LIMITS.nodes))
+    driven.kill(writer_of(driven, 1))
+    driven.lose(1)
+    num_before = len(driven.all(c.Spawn))
+    driven.wait(3)
+    assert len(driven.all(c.Spawn)) == num_before
+    driven.join(1)
+    assert (Role.WRITER, None) in [(item.role, item.rank) for item in driven.all(c.Spawn)[num_before:]]
 
 
 def test_a_report_on_an_attempt_that_was_ended_is_stale() -> None:
@@ -386,7 +450,7 @@ def test_a_report_on_an_attempt_that_was_ended_is_stale() -> None:
     driven = begun()
     driven.step(2, durable=True)
     stale = driven.all(c.StartSave)[0].attempt
-    driven.kill(next(item.child for item in driven.all(c.Spawn) if item.role is Role.WRITER and item.node == 1))
+    driven.kill(writer_of(driven, 1))
     driven.wait(1)
     driven.start_child(driven.all(c.Spawn)[-1].child)
     failures = len(driven.events(schema.SaveFailed))
