@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from nvrx_sre.events import kinds
 from nvrx_sre.events.schema import SCHEMA_VERSION
 
-SNAPSHOT_VERSION = 2
+SNAPSHOT_VERSION = 3
 """To be raised when a stored attribute keeps its name and changes its meaning."""
 
 _KEPT = "_stored"

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from nvrx_sre.core.errors import ExitCode
+from nvrx_sre.events import snapshot
 from nvrx_sre.events.journal import Snapshot
-from nvrx_sre.events.schema import Record
+from nvrx_sre.events.schema import Record, RunFinished
 from nvrx_sre.events.snapshot import Snapshotted, fits, put_back, shape, take
 from nvrx_sre.launcher.past import LauncherFolds
 from nvrx_sre.telemetry.folded import FoldedRun
@@ -101,6 +103,18 @@ def test_a_snapshot_of_another_shape_does_not_fit() -> None:
         _one, _two = 1, 2
 
     assert shape(Old()) != shape(New())
+
+
+def test_a_reason_of_before_a_start_afresh_took_it_away_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fold kept it through `--start-fresh` up to version 2: such a snapshot says what its records do not."""
+    folds = LauncherFolds()
+    end = RunFinished(exit_code=ExitCode.DO_NOT_RESTART, reason="halted", step=3, result={})
+    folds.apply(Record(run=RUN, epoch=1, generation=1, rank=None, seq=1, time_ns=1, event=end))
+    monkeypatch.setattr(snapshot, "SNAPSHOT_VERSION", 2)
+    old = take(folds.parts)
+    monkeypatch.undo()
+    assert folds.past.stop_reason == "halted" and fits(folds.parts, take(folds.parts))
+    assert not fits(LauncherFolds().parts, old)
 
 
 def test_a_damaged_snapshot_is_a_value_error() -> None:
