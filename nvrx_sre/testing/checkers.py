@@ -25,9 +25,10 @@ from nvrx_sre.testing.checkers_goodput import check_incidents, check_ledger
 from nvrx_sre.testing.checkers_policy import check_policy
 
 DRAIN_NS = to_ns(25.0)
+"""What a preemption leaves for saving: a disk that is slower than this loses what was sealed."""
+
 _ENDED = ("verified", "unverified", "failed")
 """Ends of a save."""
-"""What a preemption leaves for saving: a disk that is slower than this loses what was sealed."""
 
 
 def check_safety(records: Sequence[Record], caps: CapLimits | None = None) -> list[str]:
