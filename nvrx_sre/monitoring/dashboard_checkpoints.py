@@ -104,22 +104,24 @@ def _load(q: Query) -> tuple[Panel, ...]:
 
 
 def _counts(
-    q: Query, title: str, description: str, metric: Metric, *labels: str, runbooks: tuple[str, ...] = ()
+    q: Query, title: str, description: str, metric: Metric, *labels: str, width: int = 8, runbooks: tuple[str, ...] = ()
 ) -> Panel:
     """A table of what a counter gained in the time range by its labels, empty where nothing did."""
     columns = [Column(title=label.capitalize(), label=label) for label in labels]
     columns.append(Column(title="Number", expr=f"{q.gain(metric, *labels, window=RANGE)} > 0", decimals=0))
     description += " In the chosen time range."
-    return table(title, description, 8, columns, sort_by="Number", no_value="none", runbooks=runbooks)
+    return table(title, description, width, columns, sort_by="Number", no_value="none", runbooks=runbooks)
 
 
 def _saves(q: Query) -> tuple[Panel, ...]:
     return (
-        _counts(q, "Saves", "Due saves by tier and outcome.", catalog.SAVES, "tier", "outcome"),
+        _counts(q, "Saves", "Due saves by tier and outcome.", catalog.SAVES, "tier", "outcome", width=6),
         _counts(q, "Skipped", "Due saves that did not happen, by tier and reason.", catalog.SAVES_SKIPPED, "tier",
-                "reason"),
-        _counts(q, "Failed", "Durable saves that had started and did not commit, by reason.", catalog.SAVE_FAILURES,
-                "reason", runbooks=("NvrxCheckpointSaveFailing",)),
+                "reason", width=6),
+        _counts(q, "Failed", "Durable saves that had started and did not commit, or were no good when they were read "
+                "back, by reason.", catalog.SAVE_FAILURES, "reason", width=6, runbooks=("NvrxCheckpointSaveFailing",)),
+        _counts(q, "Not read back", "Committed saves whose reader was lost, by reason: a restore checks them.",
+                catalog.SAVES_UNVERIFIED, "reason", width=6, runbooks=("NvrxCheckpointStale",)),
         percentiles(
             q, "Parts of a save", "Sealed on all ranks until taken over, written, renamed into place, read back.",
             catalog.SAVE_SECONDS, catalog.SAVE_MAX, "stage",

@@ -169,7 +169,6 @@ SEEN_OTHERWISE: dict[str, str] = {
     "nvrx_rollbacks_total": "nvrx_restores_total has the same restores, fresh starts included",
     "nvrx_child_exits_total": "nvrx_child_starts_total shows how often processes are replaced",
     "nvrx_device_errors_total": "nodes with GPUs alone have it; DCGM's exporter, which is shown, has them by device",
-    "nvrx_saves_unverified_total": "the age of the verified state, which is shown and alerts, tells when it matters",
     "nvrx_checkpoint_deletions_total": "it is the count of nvrx_checkpoint_deletion_seconds",
     **dict.fromkeys(
         (
