@@ -61,7 +61,7 @@ def recovery(json_path: Path | None, **values: Any) -> int:
     """
     from nvrx_sre.bench.recovery import Benchmark
 
-    check_output_file(json_path)
+    check_output_file(json_path, is_renamed=True)
     config = _recovery_config(**values)
     return _run(json_path, lambda say, keep: Benchmark(config, say, keep))
 
@@ -94,7 +94,7 @@ def checkpoint(cases: tuple[str, ...], quick: bool, json_path: Path | None) -> i
     """
     from nvrx_sre.bench import checkpoint as question
 
-    check_output_file(json_path)
+    check_output_file(json_path, is_renamed=True)
     chosen = cases or question.CASES
     config = question.quick(chosen) if quick else question.BenchConfig(cases=chosen)
     return _run(json_path, lambda say, keep: question.Benchmark(config, say, keep))
@@ -109,7 +109,7 @@ def telemetry(json_path: Path | None) -> int:
     """
     from nvrx_sre.bench import telemetry as question
 
-    check_output_file(json_path)
+    check_output_file(json_path, is_renamed=True)
     return _show(question.measure(), json_path)
 
 
@@ -134,7 +134,7 @@ def gpu(parts: tuple[str, ...], ranks: int, folder: Path | None, quick: bool, js
     """
     from nvrx_sre.bench import gpu as question
 
-    check_output_file(json_path)
+    check_output_file(json_path, is_renamed=True)
     chosen = parts or question.PARTS
     config = question.quick(chosen) if quick else question.BenchConfig(parts=chosen)
     config = replace(config, ranks=ranks, folder=folder)

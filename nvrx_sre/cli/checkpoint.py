@@ -105,7 +105,7 @@ def export_command(run_dir: Path, out: Path, step: int | None, force: bool) -> i
     """Write a checkpoint to one file: OUT ends in .pt, .pth or .safetensors."""
     found = look(run_dir)
     chosen = choose(found, step)
-    check_output_file(out)
+    check_output_file(out, is_renamed=True)
     # Imported here so that the other commands stay without torch.
     from nvrx_sre.checkpoint import export
 

@@ -84,13 +84,11 @@ def replace_earlier(run_dir: Path) -> None:
 
     Raises `UserError` rather than remove anything else, and `RunDirectoryBusy` if that demo still runs.
     """
-    is_there = run_dir.is_symlink() or run_dir.exists()
-    if is_there:
-        if run_dir.is_symlink() or not ((run_dir / MARK_FILE).is_file() or _is_empty(run_dir)):
-            raise UserError(f"{run_dir} exists and was not made by `nvrx-sre demo`: choose another --run-dir")
-        check_unowned(run_dir)
     try:
-        if is_there:
+        if run_dir.is_symlink() or run_dir.exists():
+            if run_dir.is_symlink() or not ((run_dir / MARK_FILE).is_file() or _is_empty(run_dir)):
+                raise UserError(f"{run_dir} exists and was not made by `nvrx-sre demo`: choose another --run-dir")
+            check_unowned(run_dir)
             shutil.rmtree(run_dir)
         make_private_directory(run_dir)
         (run_dir / MARK_FILE).touch()

@@ -156,19 +156,29 @@ def _print_never_struck(console: Console, summary: Mapping[str, Any]) -> None:
     is_over = run_state_after(summary.get("exit_code", ExitCode.FINISHED)) in FINAL_STATES
     what = "never struck" if is_over else "not struck yet"
     last_step = summary.get("high_water") or 0
+    has_writer = not _ranks_wrote(summary.get("saves") or {})
     for text in summary.get("faults_never_struck") or []:
-        reason = _why_it_did_not(FaultSpec.parse(text), last_step)
+        reason = _why_it_did_not(FaultSpec.parse(text), last_step, has_writer=has_writer)
         console.print(Text(f"planned, {what}: {text} ({reason})", style=WARN))
 
 
-def _why_it_did_not(spec: FaultSpec, last_step: int) -> str:
+def _ranks_wrote(saves: Mapping[str, Any]) -> bool:
+    """The durable saves were written by the ranks: a writer takes them from a hot capture, and there was none."""
+    hot, durable = saves.get("hot") or {}, saves.get("durable") or {}
+    return not hot.get("committed") and bool(durable.get("committed") or durable.get("failed"))
+
+
+def _why_it_did_not(spec: FaultSpec, last_step: int, *, has_writer: bool) -> str:
+    """An earlier launcher may have passed the place, without this plan."""
     if spec.step > last_step:
         return f"the run came to step {last_step}"
+    if spec.kind in STORAGE_KINDS and not has_writer:
+        return "it strikes the writer of the hot tier: without one the ranks write the saves themselves"
     if spec.kind in STORAGE_KINDS:
-        return f"no save from step {spec.step} on came to its stage"
+        return f"no save from step {spec.step} on came to its stage under this launcher"
     if spec.phase in RARE_PHASES:
-        return f"rank {spec.rank} had no {spec.phase} from step {spec.step} on"
-    return f"rank {spec.rank} passed no such point in step {spec.step}"
+        return f"rank {spec.rank} had no {spec.phase} from step {spec.step} on under this launcher"
+    return f"rank {spec.rank} passed no such point in step {spec.step} under this launcher"
 
 
 def _print_places(console: Console, run_dir: Path, metrics_url: str) -> None:

@@ -3,9 +3,10 @@
 Model: a halt is a file in the run directory; a live launcher reads it within a second, drains and exits 93, and
 none starts while it lies there. Resuming refills the budgets in a record and removes the file.
 
-Both say what came of it in one line. Asking for what is so already changes nothing (exit 0): a halt of a run that was
-stopped, a resume of one that was not and has used none of its budgets. A run that has finished can be neither halted
-nor resumed, one that runs cannot be resumed (exit 78).
+Both say what came of it in one line. Asking for what is so already changes nothing (exit 0): a halt of a run that is
+halted, a resume of one that is not and has used none of its budgets. A halt of one that has stopped for good is
+recorded: `--start-fresh`, which takes the stop away, does not start it either. A run that has finished can be neither
+halted nor resumed, one that runs cannot be resumed (exit 78).
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def _halt(directory: RunDirectory, name: str, reason: str) -> str:
         return f"run {name} is halted already (by {request[1]}: {request[0]}): nothing was changed"
     if state is RunState.FINISHED:
         raise UserError(f"run {name} has finished: there is nothing to halt")
-    if look_back(directory).past.stop_reason:
-        return f"run {name} was stopped for good already (exit {ExitCode.DO_NOT_RESTART}): nothing was changed"
     directory.request_halt(reason, HaltReason.OPERATOR)
     if directory.live_launcher() is not None:
         return f"halt of run {name} requested: its launcher saves, stops and exits {ExitCode.DO_NOT_RESTART}"
+    if look_back(directory).past.stop_reason:
+        what = f"was stopped for good already (exit {ExitCode.DO_NOT_RESTART})"
+        return f"run {name} {what}: now --start-fresh does not start it either, until it is resumed"
     holder = directory.newest_holder().get("node", socket.gethostname())
     if holder != socket.gethostname() and state not in (RunState.PREEMPTED, RunState.FAILED):
         return f"halt of run {name} requested: its launcher on {holder}, if it lives, reads it within a second"

@@ -47,7 +47,7 @@ from nvrx_sre.monitoring.values import Values, load_values
 TURN_S = 1.0
 """Between two looks at the run directories and at the alerts."""
 MAX_RESTING_SHOWN = 5
-"""Of the runs that do not run."""
+"""Of the runs that do not run; those that are not over are all shown."""
 FACTS = (("culprit", "culprit "), ("progress", ""))
 """(annotation, what stands before it) of what is told with the summary."""
 STYLES = {"critical": "bold red", "warning": "yellow", "info": ""}
@@ -155,13 +155,23 @@ def alert_table(
     hidden = [(endpoint, why) for endpoint in endpoints if (why := endpoint.unscraped_because(access))]
     for endpoint, why in hidden:
         table.add_row("unknown", "", endpoint.run, "", f"not scraped, {why}")
-    for one in resting[:MAX_RESTING_SHOWN]:
-        table.add_row("ended", "", one.run, "", one.state)
+    told = told_resting(resting)
+    for one in told:
+        table.add_row(one.word, "", one.run, "", one.state)
+    if len(resting) > len(told):
+        table.add_row("ended", "", "", "", f"{len(resting) - len(told)} more do not run")
     if not endpoints and not resting:
         table.add_row("unknown", "", "", "", "no run is there to be watched")
     elif endpoints and not alerts and len(hidden) < len(endpoints):
         table.add_row("quiet", "", "", "", "nothing fires")
     return table
+
+
+def told_resting(resting: Sequence[Resting]) -> list[Resting]:
+    """Those to be told of one by one: all that are not over, and of the others as many as there is room for."""
+    awaited = [item for item in resting if not item.is_over]
+    over = [item for item in resting if item.is_over]
+    return awaited + over[: max(0, MAX_RESTING_SHOWN - len(awaited))]
 
 
 @click.command("monitor")
@@ -198,7 +208,8 @@ def command(
         existing_root(root)
     if root is None and not run_dirs:
         root = DEFAULT_RUNS
-    watched = Watched([path.absolute() for path in run_dirs], root)
+    clock = SystemClock()
+    watched = Watched([path.absolute() for path in run_dirs], root, clock, scrape_interval_s=scrape_interval)
     values = Values() if values_path is None else load_values(values_path)
     console = make_console()
     with (
@@ -210,7 +221,7 @@ def command(
         config = StackConfig(scrape_interval_s=scrape_interval, rules=rules, access=access)
         with MonitoringStack(config) as stack:
             console.print(f"Prometheus at {stack.prometheus_url} and Alertmanager at {stack.alertmanager_url}")
-            view = View(console, access, SystemClock())
+            view = View(console, access, clock)
             with view:
                 while not stopped.wait(TURN_S):
                     view.turn(stack, watched)
@@ -247,7 +258,7 @@ class View:
             self._endpoints = endpoints
         with contextlib.suppress(query.QueryError):
             told = query.alerts(stack.prometheus_url)
-            alerts = shown_alerts(news(told, watched.settled(self._clock.wall_ns()), self._over_with_run))
+            alerts = shown_alerts(news(told, watched.settled(), self._over_with_run))
             for line in changes(self._alerts, alerts):
                 self._say(line)
             self._alerts = alerts
@@ -272,10 +283,11 @@ class View:
                 self._say(f"not watching {item.run} ({item.url}): {refused[item.url]}")
 
     def _say_resting(self, resting: Sequence[Resting]) -> None:
-        for item in resting[:MAX_RESTING_SHOWN]:
+        told = told_resting(resting)
+        for item in told:
             self._say(f"{item.run} {item.state}")
-        if len(resting) > MAX_RESTING_SHOWN:
-            self._say(f"{len(resting) - MAX_RESTING_SHOWN} more do not run")
+        if len(resting) > len(told):
+            self._say(f"{len(resting) - len(told)} more do not run")
 
     def _say(self, line: str) -> None:
         if self._live is None:

@@ -2,10 +2,12 @@
 
 Model: run directories say both. metrics.json, which each launcher's start writes anew, names the endpoint; the summary,
 which is written last, the exit code. The newer of the two is what holds. Over several nodes the followers of the
-leader's epoch are scraped beside it, where they can be reached from here.
+leader's epoch are scraped beside it, where they can be reached from here. All is read once a turn, by `refresh`; what
+else is asked is answered from that.
 
-Invariants: a launcher that died without a summary stays watched, that it is missing is what the rules must see. Not
-thread-safe. Must not: write anything, or take a run that waits for its orchestrator (exit 70, 75) for one that is over.
+Invariants: a launcher that died without a summary stays watched, that it is missing is what the rules must see. How
+long a run has been seen again is told by our own monotonic clock: the storage's may differ. Not thread-safe. Must not:
+write anything, or take a run that waits for its orchestrator (exit 70, 75) for one that is over.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-from nvrx_sre.core.clock import seconds
+from nvrx_sre.core.clock import Clock, to_ns
 from nvrx_sre.core.errors import ExitCode
 from nvrx_sre.core.tls import is_loopback
 from nvrx_sre.goodput.verdict import run_state_after
@@ -25,7 +27,9 @@ from nvrx_sre.monitoring.recordings import SETTLED_STATES
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeAccess, ScrapeTarget
 
 SEEN_AGAIN_S = 60.0
-"""After a new start: until then a scrape and an evaluation have seen it, so that what fired before has ceased."""
+SEEN_AGAIN_INTERVALS = 3
+"""After a new start, the longer of both: by then a scrape and an evaluation have seen it, and what fired before has
+ceased."""
 ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 RunKey = tuple[str, str]
@@ -80,55 +84,91 @@ class Resting:
     """A run that does not run now."""
 
     run: str
+    word: str
+    """What became of it."""
     state: str
-    """What became of it: a predicate."""
+    """The same: a predicate."""
+    is_over: bool = False
+    """It ended with an exit code after which nobody expects it to run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What a run directory says at one turn."""
+
+    endpoint: Endpoint
+    is_live: bool
+    has_ended: bool
+    """Its newest launcher ended in order."""
+    exit_code: int | None
+    """How; None if it did not end, or does not say."""
+
+    @property
+    def is_over(self) -> bool:
+        """It ended, and nobody expects it to answer."""
+        return self.exit_code is not None and run_state_after(self.exit_code) in SETTLED_STATES
 
 
 class Watched:
-    """Endpoints of the runs to watch. Not thread-safe."""
+    """Runs to watch, as of the last `refresh`. Not thread-safe."""
 
-    def __init__(self, directories: Sequence[Path], root: Path | None) -> None:
+    def __init__(
+        self, directories: Sequence[Path], root: Path | None, clock: Clock, *, scrape_interval_s: float
+    ) -> None:
         self._directories = directories
         self._root = root
+        self._clock = clock
+        self._seen_again_ns = to_ns(max(SEEN_AGAIN_S, SEEN_AGAIN_INTERVALS * scrape_interval_s))
+        self._looks: dict[Path, Look] = {}
         self._known: dict[Path, Endpoint] = {}
+        self._over_ns: dict[Path, int] = {}
+        """When a run was last seen to be over (monotonic clock)."""
 
     def refresh(self) -> list[Endpoint]:
-        """Endpoints to scrape now.
+        """Read the run directories; the endpoints to scrape now.
 
         One whose launcher died stays: that it is missing is what the rules must see. One whose run ended in order
         goes, and one that was dead before we came never appears.
         """
-        found: dict[Path, Endpoint] = {}
-        for directory in self._candidates():
-            endpoint = read_endpoint(directory)
-            if endpoint is None:
-                continue
-            if endpoint.is_live() or (self._known.get(directory) == endpoint and not has_ended(directory)):
-                found[directory] = endpoint
-        self._known = found
-        return [item for directory, leader in found.items() for item in (leader, *read_followers(directory))]
+        now_ns = self._clock.monotonic_ns()
+        self._looks = {path: look for path in self._candidates() if (look := look_at(path)) is not None}
+        self._known = {
+            path: look.endpoint
+            for path, look in self._looks.items()
+            if look.is_live or (self._known.get(path) == look.endpoint and not look.has_ended)
+        }
+        self._over_ns = {
+            path: over_ns for path, over_ns in self._over_ns.items() if now_ns - over_ns < self._seen_again_ns
+        } | {path: now_ns for path, look in self._looks.items() if look.is_over}
+        return [item for directory, leader in self._known.items() for item in (leader, *read_followers(directory))]
 
-    def settled(self, now_ns: int) -> set[RunKey]:
-        """Runs that have ended with an exit code after which nobody expects them to answer, and were not started again
-        before `now_ns` (wall clock) long enough to have been seen."""
+    def settled(self) -> set[RunKey]:
+        """Runs of whose being alive a rule tells no news: they are over, or were until a moment ago.
+
+        That is: ended with an exit code after which nobody expects them to answer, and not started again long enough
+        ago for that to have been seen.
+        """
         ended: set[RunKey] = set()
         others: set[RunKey] = set()
-        for directory in self._candidates():
-            endpoint = read_endpoint(directory)
-            if endpoint is not None and is_settled(directory, now_ns):
-                ended.add(endpoint.key)
-            elif endpoint is not None and directory in self._known:
-                others.add(endpoint.key)
+        for directory, look in self._looks.items():
+            if directory in self._over_ns and (look.is_over or not look.has_ended):
+                ended.add(look.endpoint.key)
+            elif directory in self._known:
+                others.add(look.endpoint.key)
         return ended - others
 
     def resting(self) -> list[Resting]:
-        """Runs that are not scraped since they do not run: those that were named, and all where none is scraped."""
-        chosen = self._directories if self._known else self._candidates()
-        return [
-            Resting(run=endpoint.run, state=resting_state(directory))
+        """Runs that are not scraped since they do not run: those that were named, and all where none is scraped.
+
+        First those from which more was expected.
+        """
+        chosen = self._directories if self._known else self._looks
+        found = [
+            _resting(directory, self._looks[directory])
             for directory in chosen
-            if directory not in self._known and (endpoint := read_endpoint(directory)) is not None
+            if directory in self._looks and directory not in self._known
         ]
+        return sorted(found, key=lambda item: item.is_over)
 
     def _candidates(self) -> Iterable[Path]:
         below = sorted(path.parent for path in self._root.glob("*/metrics.json")) if self._root is not None else []
@@ -173,26 +213,19 @@ def has_ended(directory: Path) -> bool:
 
 def exit_code(directory: Path) -> int | None:
     """How the newest launcher ended; None if it did not, or not in order."""
-    return newest_exit_code(directory) if has_ended(directory) else None
-
-
-def newest_exit_code(directory: Path) -> int | None:
-    """How the newest launcher that ended in order did so."""
-    summary = read_json(RunDirectory(directory).summary)
+    summary = read_json(RunDirectory(directory).summary) if has_ended(directory) else None
     code = summary.get("exit_code") if isinstance(summary, dict) else None
     return code if isinstance(code, int) else None
 
 
-def is_settled(directory: Path, now_ns: int) -> bool:
-    """Whether what rules say of a live run is no news of this one: it is over, or was until a moment ago."""
-    code = newest_exit_code(directory)
-    if code is None or run_state_after(code) not in SETTLED_STATES:
-        return False
-    try:
-        started_ns = RunDirectory(directory).metrics.stat().st_mtime_ns
-    except OSError:
-        return False
-    return has_ended(directory) or seconds(now_ns - started_ns) < SEEN_AGAIN_S
+def look_at(directory: Path) -> Look | None:
+    """What the run directory says; None if it names no endpoint."""
+    endpoint = read_endpoint(directory)
+    if endpoint is None:
+        return None
+    ended = has_ended(directory)
+    code = exit_code(directory) if ended else None
+    return Look(endpoint=endpoint, is_live=endpoint.is_live(), has_ended=ended, exit_code=code)
 
 
 def ending(directory: Path) -> str:
@@ -201,12 +234,13 @@ def ending(directory: Path) -> str:
     return "its directory names no endpoint" if code is None else f"it ended with exit {code}"
 
 
-def resting_state(directory: Path) -> str:
+def _resting(directory: Path, look: Look) -> Resting:
     """What became of a run whose launcher is not there."""
-    code = exit_code(directory)
+    code, run = look.exit_code, look.endpoint.run
     if code is not None:
-        return f"has {'finished' if code == ExitCode.FINISHED else 'ended'} (exit {code})"
+        state = f"has {'finished' if code == ExitCode.FINISHED else 'ended'} (exit {code})"
+        return Resting(run=run, word="ended" if look.is_over else "retrying", state=state, is_over=look.is_over)
     node = RunDirectory(directory).newest_holder().get("node", node_name())
     if node != node_name():
-        return f"cannot be seen from here: its launcher is, or was, on {node}"
-    return "does not run: its launcher died and left no exit code"
+        return Resting(run=run, word="unknown", state=f"cannot be seen from here: its launcher is, or was, on {node}")
+    return Resting(run=run, word="dead", state="does not run: its launcher died and left no exit code")

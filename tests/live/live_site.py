@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nvrx_sre.cli.watched import Watched
+from nvrx_sre.core.clock import SystemClock
 from nvrx_sre.monitoring import generate, query
 from nvrx_sre.monitoring.alertmanager import WATCHDOG
 from nvrx_sre.monitoring.stack import MonitoringStack, ScrapeTarget, StackConfig
@@ -68,7 +69,7 @@ class Site:
         while not self._done.wait(REFRESH_S):
             with self._lock:
                 for directory in self.directories:
-                    watched.setdefault(directory, Watched([directory], None))
+                    watched.setdefault(directory, Watched([directory], None, SystemClock(), scrape_interval_s=SCRAPE_S))
                 targets = [*self.told, *(item.target() for each in watched.values() for item in each.refresh())]
             if targets != before:
                 self.stack.set_targets(targets)

@@ -82,6 +82,19 @@ def test_an_earlier_demo_that_cannot_be_removed_is_told(tmp_path: Path, monkeypa
         demo.replace_earlier(tmp_path / "old")
 
 
+def test_a_directory_that_cannot_be_listed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is empty cannot be known: it is not removed."""
+    (place := tmp_path / "private").mkdir()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match="private cannot be used: Permission denied; choose another --run-dir"):
+        demo.replace_earlier(place)
+    assert place.is_dir()
+
+
 def test_a_demo_that_cannot_run_removes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its plan is checked before the earlier one goes."""
     demo.replace_earlier(tmp_path / "old")

@@ -83,18 +83,18 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
         (ended(78), 0, "it is not running"),
         ([], 0, "it is not running"),
         (ended(0), 78, f"run {RUN} has finished: there is nothing to halt"),
-        (ended(93), 0, "was stopped for good already (exit 93): nothing was changed"),
+        (ended(93), 0, "was stopped for good already (exit 93): now --start-fresh does not start it either"),
     ],
     ids=["killed", "retryable", "preempted", "failed", "not started", "finished", "stopped"],
 )
 def test_halt_of_a_run_that_does_not_run(
     records: list[Record], exit_code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What can start again does not any more; what cannot is left alone."""
+    """What can start again, if only from step 0, does not any more; what cannot is left alone."""
     directory = run_directory(tmp_path / "run", records)
     code, line = said(capsys, "halt", str(directory.path))
     assert (code, says in line) == (exit_code, True), line
-    assert directory.halt.exists() == ("not running" in says)
+    assert directory.halt.exists() == (exit_code == 0)
 
 
 def test_halt_of_a_run_that_runs_is_asked_of_its_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,6 +106,16 @@ def test_halt_of_a_run_that_runs_is_asked_of_its_launcher(tmp_path: Path, capsys
     )
     assert main(["halt", str(directory.path), "--reason", "another"]) == 0
     assert "is halted already (by operator: because): nothing was changed" in capsys.readouterr().out
+    assert directory.halt_request() == ("because", HaltReason.OPERATOR)
+
+
+def test_halt_while_a_launcher_lives_is_asked_of_it_whatever_stopped_the_run_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was started afresh, and has not recorded that yet."""
+    directory = run_directory(tmp_path / "run", ended(93), is_live=True)
+    code, line = said(capsys, "halt", str(directory.path))
+    assert (code, line) == (0, f"halt of run {RUN} requested: its launcher saves, stops and exits 93")
     assert directory.halt_request() == ("because", HaltReason.OPERATOR)
 
 

@@ -17,11 +17,12 @@ from rich.console import Console
 
 from nvrx_sre.cli.main import main
 from nvrx_sre.cli.monitor import MAX_RESTING_SHOWN, Shown, View, alert_table, changes, news, shown_alerts
-from nvrx_sre.cli.watched import SEEN_AGAIN_S, Endpoint, Resting, Watched, read_endpoint
+from nvrx_sre.cli.watched import SEEN_AGAIN_S, Endpoint, Watched, read_endpoint
 from nvrx_sre.core import processes
-from nvrx_sre.core.clock import seconds
+from nvrx_sre.core.clock import seconds, to_ns
 from nvrx_sre.core.errors import UserError
 from nvrx_sre.launcher.host import node_name
+from nvrx_sre.launcher.rundir import read_json
 from nvrx_sre.monitoring import query
 from nvrx_sre.monitoring.alerts import alert_rules, over_with_run
 from nvrx_sre.monitoring.stack import LOCAL_LABELS, ScrapeAccess, ScrapeTarget
@@ -51,6 +52,19 @@ def dead_pid() -> int:
     return done.pid
 
 
+def watch(
+    directories: list[Path], root: Path | None, clock: ManualClock | None = None, scrape_interval_s: float = 5.0
+) -> Watched:
+    """As `monitor` does, at a clock of the test's own."""
+    return Watched(directories, root, clock or ManualClock(), scrape_interval_s=scrape_interval_s)
+
+
+def settled(watched: Watched) -> set[tuple[str, str]]:
+    """What a turn takes to be over."""
+    watched.refresh()
+    return watched.settled()
+
+
 def urls(watched: Watched) -> list[str]:
     """What is scraped at the next turn."""
     return [item.url for item in watched.refresh()]
@@ -58,7 +72,7 @@ def urls(watched: Watched) -> list[str]:
 
 def test_new_runs_and_restarted_launchers_appear(tmp_path: Path) -> None:
     """Below the root at any time, and under the newest address."""
-    watched = Watched([], tmp_path)
+    watched = watch([], tmp_path)
     assert urls(watched) == []
     serve(tmp_path / "a", os.getpid(), 1)
     serve(tmp_path / "b", os.getpid(), 2)
@@ -70,13 +84,13 @@ def test_new_runs_and_restarted_launchers_appear(tmp_path: Path) -> None:
 def test_a_given_directory_is_watched_once(tmp_path: Path) -> None:
     """Also when it lies below the root."""
     serve(tmp_path / "a", os.getpid(), 1)
-    assert urls(Watched([tmp_path / "a"], tmp_path)) == ["http://127.0.0.1:1/metrics"]
+    assert urls(watch([tmp_path / "a"], tmp_path)) == ["http://127.0.0.1:1/metrics"]
 
 
 def test_a_launcher_that_died_stays_and_one_that_ended_goes(tmp_path: Path, dead_pid: int) -> None:
     """The rules must see that a target is missing; a run that ended in order is not missing."""
     directory = serve(tmp_path / "a", os.getpid(), 1)
-    watched = Watched([directory], None)
+    watched = watch([directory], None)
     (alive,) = watched.refresh()
     serve(directory, dead_pid, 1)
     watched._known = {directory: Endpoint(run="a", directory=directory, url=alive.url, pid=dead_pid)}
@@ -88,13 +102,13 @@ def test_a_launcher_that_died_stays_and_one_that_ended_goes(tmp_path: Path, dead
 def test_what_was_dead_before_never_appears(tmp_path: Path, dead_pid: int) -> None:
     """A directory of last week names a port that may be somebody else's now."""
     serve(tmp_path / "a", dead_pid)
-    assert urls(Watched([], tmp_path)) == []
+    assert urls(watch([], tmp_path)) == []
 
 
 def test_a_process_id_that_somebody_else_has_now_is_no_launcher(tmp_path: Path) -> None:
     """In a container the same few numbers come again: the process must have begun when the launcher did."""
     serve(tmp_path / "a", os.getpid(), ticks=processes.start_ticks(os.getpid()) - 1)
-    assert urls(Watched([], tmp_path)) == []
+    assert urls(watch([], tmp_path)) == []
 
 
 def test_addresses_and_labels(tmp_path: Path) -> None:
@@ -136,7 +150,7 @@ def test_an_endpoint_that_is_locked_is_said_to_be_not_scraped(
 
     stack, output = SiteStub(), io.StringIO()
     view = View(Console(file=output, width=200), NO_ACCESS, ManualClock())
-    view.turn(stack, Watched([tmp_path, tmp_path / "b"], None))  # type: ignore[arg-type]  # a stub of the two servers
+    view.turn(stack, watch([tmp_path, tmp_path / "b"], None))  # type: ignore[arg-type]  # a stub of the two servers
     assert [target.url for target in stack.targets] == [opened.url]
     assert f"not watching a ({url}): {why}" in output.getvalue()
 
@@ -240,7 +254,7 @@ def test_a_ticket_that_becomes_a_page_is_told() -> None:
 def test_lines_have_a_time_and_say_why_a_run_is_not_watched_any_more(tmp_path: Path) -> None:
     """It ended: no word that sounds as if it had yet to come."""
     output, clock, site = io.StringIO(), ManualClock(), SiteStub()
-    view, watched = View(Console(file=output, width=200), NO_ACCESS, clock), Watched([], tmp_path)
+    view, watched = View(Console(file=output, width=200), NO_ACCESS, clock), watch([], tmp_path)
     view.turn(site, watched)  # type: ignore[arg-type]  # the part of a stack that it needs
     directory = serve(tmp_path / "a", os.getpid())
     clock.advance(61.0)
@@ -298,7 +312,7 @@ def test_followers_of_the_newest_leader_are_scraped_beside_it(tmp_path: Path) ->
     directory = serve(tmp_path / "runs" / "a", os.getpid())
     follow(directory, 1, epoch=1)
     follow(directory, 2, epoch=0)
-    watched = Watched([directory], None)
+    watched = watch([directory], None)
     assert urls(watched) == ["http://127.0.0.1:9400/metrics", "http://127.0.0.1:9401/metrics"]
     assert [item.target().labels["namespace"] for item in watched.refresh()] == ["runs", "runs"]
     (directory / "epochs" / "00000002.json").write_text((directory / "epochs" / "00000001.json").read_text())
@@ -308,7 +322,7 @@ def test_followers_of_the_newest_leader_are_scraped_beside_it(tmp_path: Path) ->
     serve(directory, os.getpid(), ticks=1)
     (directory / "epochs" / "00000002.json").unlink()
     follow(directory, 1, epoch=1)
-    assert urls(Watched([directory], None)) == []
+    assert urls(watch([directory], None)) == []
 
 
 def test_a_follower_on_another_host_is_scraped_there_or_said_not_to_be(tmp_path: Path) -> None:
@@ -316,7 +330,7 @@ def test_a_follower_on_another_host_is_scraped_there_or_said_not_to_be(tmp_path:
     directory = serve(tmp_path / "a", os.getpid())
     follow(directory, 1, epoch=1, host="0.0.0.0", node="node-b")
     follow(directory, 2, epoch=1, node="node-c")
-    _, reachable, hidden = Watched([directory], None).refresh()
+    _, reachable, hidden = watch([directory], None).refresh()
     assert reachable.url == "http://node-b:9401/metrics"
     assert (reachable.unscraped_because(NO_ACCESS), hidden.unscraped_because(NO_ACCESS)) == (
         "",
@@ -331,11 +345,16 @@ def end(directory: Path, exit_code: int, pid: int) -> Path:
     return directory
 
 
-def start_again(directory: Path, now_s: float, ago_s: float) -> None:
-    """A launcher that runs has written where it serves, so long ago; the summary before it is older."""
+def start_again(directory: Path, ahead_s: float = 0.0) -> None:
+    """A launcher that runs has written where it serves, on a storage whose clock is so far ahead of ours."""
     serve(directory, os.getpid())
-    os.utime(directory / "metrics.json", (now_s - ago_s, now_s - ago_s))
-    os.utime(directory / "summary.json", (now_s - ago_s - 100, now_s - ago_s - 100))
+    began_ns = time_of(directory / "summary.json") + to_ns(1.0 + ahead_s)
+    os.utime(directory / "metrics.json", ns=(began_ns, began_ns))
+
+
+def time_of(path: Path) -> int:
+    """When the storage says that it was written."""
+    return path.stat().st_mtime_ns
 
 
 def test_alerts_that_tell_why_a_run_ended_outlive_it() -> None:
@@ -350,15 +369,15 @@ def test_alerts_that_tell_why_a_run_ended_outlive_it() -> None:
 def test_a_run_that_ended_in_order_is_not_missing(tmp_path: Path, dead_pid: int, exit_code: int, is_news: bool) -> None:
     """Unless it waits to be started again: that nobody does is what the alert is for."""
     directory = end(tmp_path / "runs" / "demo", exit_code, dead_pid)
-    settled = Watched([directory], None).settled(0)
+    over = settled(watch([directory], None))
     told = [alert("NvrxTargetMissing", "critical"), alert("NvrxCheckpointStale", "critical", "pending")]
-    assert news(told, settled, over_with_run(Values())) == (told if is_news else [])
+    assert news(told, over, over_with_run(Values())) == (told if is_news else [])
 
 
 def test_why_a_run_ended_and_what_fires_of_others_stays(tmp_path: Path, dead_pid: int) -> None:
     """The halt and the loop of the ended one, and everything of a run of another name or namespace."""
-    settled = Watched([], end(tmp_path / "runs" / "demo", 93, dead_pid).parent).settled(0)
-    assert settled == {("runs", "demo")}
+    over = settled(watch([], end(tmp_path / "runs" / "demo", 93, dead_pid).parent))
+    assert over == {("runs", "demo")}
     kept = [
         alert("NvrxRunHalted", "critical"),
         alert("NvrxCrashLooping", "critical"),
@@ -367,27 +386,82 @@ def test_why_a_run_ended_and_what_fires_of_others_stays(tmp_path: Path, dead_pid
     elsewhere = alert("NvrxTargetMissing", "critical")
     elsewhere["labels"]["namespace"] = "elsewhere"
     gone = alert("NvrxScrapesMissing", "info")
-    assert news([*kept, gone, elsewhere], settled, over_with_run(Values())) == [*kept, elsewhere]
+    assert news([*kept, gone, elsewhere], over, over_with_run(Values())) == [*kept, elsewhere]
 
 
-def test_a_run_that_was_killed_or_started_again_is_news(tmp_path: Path, dead_pid: int) -> None:
-    """A launcher without a summary; one that was started again, once a scrape had time to end what fired before; of
-    two directories with one key, the one that runs."""
-    directory, now_s = end(tmp_path / "runs" / "demo", 0, dead_pid), 1e9
-    watched = Watched([], directory.parent)
-    for ago_s, settled in ((SEEN_AGAIN_S - 1, {("runs", "demo")}), (SEEN_AGAIN_S, set())):
-        start_again(directory, now_s, ago_s)
-        watched.refresh()
-        assert watched.settled(int(now_s * 1e9)) == settled
-    end(directory, 0, dead_pid)
-    assert watched.settled(0) == {("runs", "demo")}
+@pytest.mark.parametrize(("scrape_interval_s", "held_back_s"), [(5.0, SEEN_AGAIN_S), (45.0, 135.0)])
+def test_a_run_that_was_started_again_is_news_once_it_was_seen(
+    tmp_path: Path, dead_pid: int, scrape_interval_s: float, held_back_s: float
+) -> None:
+    """A scrape and an evaluation must have had the time to end what fired before."""
+    directory, clock = end(tmp_path / "runs" / "demo", 0, dead_pid), ManualClock()
+    watched = watch([], directory.parent, clock, scrape_interval_s)
+    assert settled(watched) == {("runs", "demo")}
+    start_again(directory)
+    clock.advance(held_back_s - 1)
+    assert settled(watched) == {("runs", "demo")}
+    clock.advance(1)
+    assert settled(watched) == set()
+    end(directory, 75, dead_pid)
+    assert settled(watched) == set()
+
+
+def test_an_end_that_asks_for_a_restart_is_news_at_once(tmp_path: Path, dead_pid: int) -> None:
+    """Although the run was over a moment ago: now somebody is to start it again."""
+    directory = end(tmp_path / "runs" / "demo", 93, dead_pid)
+    watched = watch([directory], None)
+    assert settled(watched) == {("runs", "demo")}
+    start_again(directory)
+    assert settled(watched) == {("runs", "demo")}
+    (directory / "summary.json").write_text(json.dumps({"exit_code": 75}))
+    os.utime(directory / "summary.json", ns=(time_of(directory / "metrics.json"),) * 2)
+    assert settled(watched) == set()
+
+
+def test_a_live_run_is_news_whatever_the_clock_of_the_storage_says(tmp_path: Path, dead_pid: int) -> None:
+    """Its files may be of next year: how long we have seen it is told by our own clock."""
+    directory, clock = end(tmp_path / "runs" / "demo", 93, dead_pid), ManualClock()
+    start_again(directory, ahead_s=1e9)
+    assert settled(watch([directory], None, clock)) == set(), "it ran when we came: nothing fired before"
+    end(directory, 93, dead_pid)
+    os.utime(directory / "metrics.json", (0, 0))
+    watched = watch([directory], None, clock)
+    assert settled(watched) == {("runs", "demo")}
+    start_again(directory, ahead_s=1e9)
+    clock.advance(SEEN_AGAIN_S)
+    assert settled(watched) == set()
+
+
+def test_a_run_that_was_killed_and_a_twin_that_runs_are_news(tmp_path: Path, dead_pid: int) -> None:
+    """A launcher without a summary; of two directories with one key, the one that runs."""
+    directory, clock = end(tmp_path / "runs" / "demo", 0, dead_pid), ManualClock()
+    watched = watch([], directory.parent, clock)
+    assert settled(watched) == {("runs", "demo")}
     twin = serve(tmp_path / "runs" / "twin", os.getpid())
     (twin / "metrics.json").write_text((twin / "metrics.json").read_text().replace('"twin"', '"demo"'))
-    watched.refresh()
-    assert watched.settled(0) == set()
+    assert settled(watched) == set()
     (directory / "summary.json").unlink()
     (twin / "metrics.json").unlink()
-    assert watched.settled(0) == set()
+    clock.advance(SEEN_AGAIN_S)
+    assert settled(watched) == set()
+
+
+def test_a_turn_reads_each_file_once(tmp_path: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a terminal, which shows what does not run: a site has hundreds of ended runs, and a turn each second."""
+    end(tmp_path / "a", 93, dead_pid)
+    output, read = io.StringIO(), list[str]()
+
+    def note(path: Path) -> Any:
+        read.append(path.name)
+        return read_json(path)
+
+    monkeypatch.setattr("nvrx_sre.cli.watched.read_json", note)
+    monkeypatch.setattr(query, "alerts", lambda _: [])
+    console = Console(file=output, width=200, force_terminal=True)
+    with View(console, NO_ACCESS, ManualClock()) as view:
+        view.turn(SiteStub(), watch([], tmp_path))  # type: ignore[arg-type]  # the part of a stack that it needs
+    assert sorted(read) == ["metrics.json", "summary.json"]
+    assert "has ended (exit 93)" in output.getvalue()
 
 
 def test_what_fires_of_a_run_whose_end_no_scrape_saw_is_not_told(
@@ -397,7 +471,7 @@ def test_what_fires_of_a_run_whose_end_no_scrape_saw_is_not_told(
     told = [alert("NvrxTargetMissing", "critical"), alert("NvrxTargetMissing", "critical", run="killed")]
     monkeypatch.setattr(query, "alerts", lambda _: told)
     directory, killed = (serve(tmp_path / "runs" / name, os.getpid()) for name in ("demo", "killed"))
-    watched, output = Watched([], tmp_path / "runs"), io.StringIO()
+    watched, output = watch([], tmp_path / "runs"), io.StringIO()
     watched.refresh()
     end(directory, 0, dead_pid)
     serve(killed, os.getpid(), ticks=1)
@@ -418,7 +492,7 @@ def first_look(watched: Watched) -> list[str]:
 def test_a_run_that_has_ended_is_said_to_have(tmp_path: Path, dead_pid: int) -> None:
     """Nobody waits for it as for one that has yet to begin; once it is started again it is watched."""
     directory = end(tmp_path / "train", 0, dead_pid)
-    watched = Watched([directory], None)
+    watched = watch([directory], None)
     assert first_look(watched) == ["train has finished (exit 0)", "watching no run until one is started"]
     (directory / "summary.json").unlink()
     serve(directory, os.getpid())
@@ -432,23 +506,56 @@ def test_what_does_not_run_is_said_of_what_was_named_or_if_nothing_runs(tmp_path
     holder = json.loads((died / "epochs" / "00000001.json").read_text())
     far = serve(tmp_path / "c", dead_pid, ticks=1)
     (died / "epochs" / "00000001.json").write_text(json.dumps({**holder, "node": node_name()}))
-    assert first_look(Watched([halted, died, far], None))[:3] == [
-        "a has ended (exit 93)",
+    assert first_look(watch([halted, died, far], None))[:3] == [
         "b does not run: its launcher died and left no exit code",
         "c cannot be seen from here: its launcher is, or was, on n",
+        "a has ended (exit 93)",
     ]
     for number in range(MAX_RESTING_SHOWN):
         end(tmp_path / f"d{number}", 0, dead_pid)
-    lines = first_look(Watched([], tmp_path))
+    lines = first_look(watch([], tmp_path))
     assert len(lines) == MAX_RESTING_SHOWN + 2 and lines[-2] == "3 more do not run"
     serve(tmp_path / "live", os.getpid())
-    assert first_look(Watched([], tmp_path)) == ["watching live (http://127.0.0.1:9400/metrics)"]
-    assert first_look(Watched([halted], tmp_path))[0] == "a has ended (exit 93)"
+    assert first_look(watch([], tmp_path)) == ["watching live (http://127.0.0.1:9400/metrics)"]
+    assert first_look(watch([halted], tmp_path))[0] == "a has ended (exit 93)"
 
 
-def test_the_table_shows_what_does_not_run() -> None:
-    """In the place of the word that nothing is there."""
-    table = alert_table([], [], NO_ACCESS, [Resting(run="train", state="has finished (exit 0)")])
-    assert [list(column.cells) for column in table.columns] == [
-        ["ended"], [""], ["train"], [""], ["has finished (exit 0)"]
-    ]  # fmt: skip
+def test_runs_that_are_not_over_are_told_first_and_all(tmp_path: Path, dead_pid: int) -> None:
+    """One whose launcher died among a dozen that ended, wherever its name stands in the order."""
+    for number in range(MAX_RESTING_SHOWN + 3):
+        end(tmp_path / f"a{number}", 0, dead_pid)
+    died = serve(tmp_path / "z", dead_pid, ticks=1)
+    holder = json.loads((died / "epochs" / "00000001.json").read_text())
+    (died / "epochs" / "00000001.json").write_text(json.dumps({**holder, "node": node_name()}))
+    end(tmp_path / "y", 75, dead_pid)
+    assert first_look(watch([], tmp_path))[:3] == [
+        "y has ended (exit 75)",
+        "z does not run: its launcher died and left no exit code",
+        "a0 has finished (exit 0)",
+    ]
+    for number in range(MAX_RESTING_SHOWN):
+        end(tmp_path / f"y{number}", 70, dead_pid)
+    lines = first_look(watch([], tmp_path))
+    assert len(lines) == MAX_RESTING_SHOWN + 4
+    assert lines[-3:-1] == [
+        "z does not run: its launcher died and left no exit code",
+        f"{MAX_RESTING_SHOWN + 3} more do not run",
+    ]
+
+
+def test_the_table_shows_what_does_not_run(tmp_path: Path, dead_pid: int) -> None:
+    """In the place of the word that nothing is there, and with a word for each; what was left out is counted."""
+    for number in range(MAX_RESTING_SHOWN):
+        end(tmp_path / f"a{number}", 0, dead_pid)
+    serve(tmp_path / "far", dead_pid, ticks=1)
+    died = serve(tmp_path / "died", dead_pid, ticks=1)
+    holder = json.loads((died / "epochs" / "00000001.json").read_text())
+    (died / "epochs" / "00000001.json").write_text(json.dumps({**holder, "node": node_name()}))
+    end(tmp_path / "waits", 75, dead_pid)
+    watched = watch([], tmp_path)
+    watched.refresh()
+    table = alert_table([], [], NO_ACCESS, watched.resting())
+    state, _, run, _, summary = [list(column.cells) for column in table.columns]
+    assert state == ["dead", "unknown", "retrying", "ended", "ended", "ended"]
+    assert run == ["died", "far", "waits", "a0", "a1", ""]
+    assert summary[-2:] == ["has finished (exit 0)", "3 more do not run"]

@@ -350,10 +350,10 @@ def test_final_tables_name_faults_that_never_struck(tmp_path: Path) -> None:
     """With what each would have needed; a run whose faults all struck says nothing of it."""
     why = {
         "exception@0:900": "the run came to step 50",
-        "exception@0:3/backward": "rank 0 passed no such point in step 3",
-        "hang@1:9": "rank 1 passed no such point in step 9",
-        "sigkill@2:9/restore": "rank 2 had no restore from step 9 on",
-        "no_space@0:40/rename": "no save from step 40 on came to its stage",
+        "exception@0:3/backward": "rank 0 passed no such point in step 3 under this launcher",
+        "hang@1:9": "rank 1 passed no such point in step 9 under this launcher",
+        "sigkill@2:9/restore": "rank 2 had no restore from step 9 on under this launcher",
+        "no_space@0:40/rename": "no save from step 40 on came to its stage under this launcher",
         "sigkill@0:60/save": "the run came to step 50",
     }
     summary = {"run": "x", "high_water": 50, "faults_never_struck": list(why)}
@@ -365,6 +365,29 @@ def test_final_tables_name_faults_that_never_struck(tmp_path: Path) -> None:
     console, output = _console()
     final_tables.print_summary(summary | {"faults_never_struck": []}, tmp_path, console=console)
     assert "never struck" not in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("hot", "durable", "has_writer"),
+    [
+        ({"committed": 0}, {"committed": 2}, False),
+        ({"committed": 0}, {"failed": 1}, False),
+        ({"committed": 5}, {"committed": 2}, True),
+        ({"committed": 0}, {"committed": 0}, True),
+    ],
+)
+def test_faults_of_storage_need_a_writer(
+    hot: dict[str, int], durable: dict[str, int], has_writer: bool, tmp_path: Path
+) -> None:
+    """Where the ranks wrote the saves there was none: it is not the stage that was missing."""
+    summary = {"run": "x", "high_water": 50, "saves": {"hot": hot, "durable": durable}}
+    console, output = _console()
+    planned = {"faults_never_struck": ["no_space@0:40/rename"]}
+    final_tables.print_summary(summary | planned, tmp_path, console=console)
+    stage = "no save from step 40 on came to its stage under this launcher"
+    writer = "it strikes the writer of the hot tier: without one the ranks write the saves themselves"
+    assert f"never struck: no_space@0:40/rename ({stage if has_writer else writer})" in output.getvalue()
+    assert (stage in output.getvalue()) == has_writer
 
 
 @pytest.mark.parametrize(("exit_code", "what"), [(0, "never struck"), (93, "never struck"), (143, "not struck yet")])
