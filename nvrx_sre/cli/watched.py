@@ -73,10 +73,10 @@ class Endpoint:
         """The labels that its alerts will have."""
         return self.directory.parent.name or LOCAL_LABELS["namespace"], self.run
 
-    def is_live(self) -> bool:
+    def is_live(self, paths: RunDirectory) -> bool:
         """Whether its launcher still runs, as far as this machine can know."""
         is_here = is_loopback(urlsplit(self.url).hostname or "")
-        return not is_here or RunDirectory(self.directory).live_launcher() == self.pid
+        return not is_here or paths.live_launcher() == self.pid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,35 +202,40 @@ def read_endpoint(directory: Path, file: Path | None = None) -> Endpoint | None:
         return None
 
 
-def has_ended(directory: Path) -> bool:
+def has_ended(paths: RunDirectory) -> bool:
     """Whether the newest launcher ended in order: it writes the summary last."""
-    paths = RunDirectory(directory)
     try:
         return paths.summary.stat().st_mtime_ns >= paths.metrics.stat().st_mtime_ns
     except OSError:
         return False
 
 
-def exit_code(directory: Path) -> int | None:
-    """How the newest launcher ended; None if it did not, or not in order."""
-    summary = read_json(RunDirectory(directory).summary) if has_ended(directory) else None
+def exit_code(paths: RunDirectory) -> int | None:
+    """How the newest launcher that ended in order did so."""
+    summary = read_json(paths.summary)
     code = summary.get("exit_code") if isinstance(summary, dict) else None
     return code if isinstance(code, int) else None
 
 
 def look_at(directory: Path) -> Look | None:
     """What the run directory says; None if it names no endpoint."""
-    endpoint = read_endpoint(directory)
+    paths = RunDirectory(directory)
+    endpoint = read_endpoint(directory, paths.metrics)
     if endpoint is None:
         return None
-    ended = has_ended(directory)
-    code = exit_code(directory) if ended else None
-    return Look(endpoint=endpoint, is_live=endpoint.is_live(), has_ended=ended, exit_code=code)
+    ended = has_ended(paths)
+    return Look(
+        endpoint=endpoint,
+        is_live=endpoint.is_live(paths),
+        has_ended=ended,
+        exit_code=exit_code(paths) if ended else None,
+    )
 
 
 def ending(directory: Path) -> str:
     """Why a run is not watched any more."""
-    code = exit_code(directory)
+    paths = RunDirectory(directory)
+    code = exit_code(paths) if has_ended(paths) else None
     return "its directory names no endpoint" if code is None else f"it ended with exit {code}"
 
 
