@@ -150,6 +150,17 @@ class SharedAnswers:
         self._answers[key] = (number, answer)
 
 
+@dataclass(kw_only=True)
+class _Waiter:
+    """A wait for scrapes."""
+
+    number: int
+    wake: int
+    """Descriptor that is written to after each scrape that counts."""
+    num_scrapes: int = 0
+    """Scrapes that were asked for since it began, and answered."""
+
+
 class MetricsServer:
     """Serves one registry. Listens from construction on; `start` begins to answer.
 
@@ -175,10 +186,8 @@ class MetricsServer:
         self.num_scrapes = 0
         self.wait_number = 0
         """Waits for scrapes begun so far."""
-        self._num_since_wait = 0
-        """Scrapes asked for since the newest of them began, and answered."""
-        self._wake: int | None = None
-        """Written to at each of them, while somebody waits."""
+        self._waiters: list[_Waiter] = []
+        """Those that have not ended."""
         try:
             self._server = http_server.BoundedServer((host, port or 0), _handler(self), LIMITS, tls)
         except OSError as error:
@@ -208,35 +217,34 @@ class MetricsServer:
     def wait_for_scrapes(self, count: int, timeout_s: float, signals: SignalPipe | None = None) -> bool:
         """Block until `count` scrapes were answered that were asked for after this call; True if they were.
 
-        Ends after `timeout_s`, and with a signal. What was asked for before may show the state before. One caller at a
-        time.
+        Ends after `timeout_s`, and with a signal. What was asked for before may show the state before.
         """
         clock = SystemClock()
         until_ns = clock.monotonic_ns() + to_ns(timeout_s)
-        with selectors.DefaultSelector() as selector, self._waking() as wake:
-            selector.register(wake, selectors.EVENT_READ)
+        with selectors.DefaultSelector() as selector, self._waiting() as waiter:
+            selector.register(waiter.wake, selectors.EVENT_READ)
             if signals is not None:
                 selector.register(signals, selectors.EVENT_READ)
-            while self._num_since_wait < count:
+            while waiter.num_scrapes < count:
                 ready = selector.select(seconds(max(0, until_ns - clock.monotonic_ns())))
-                if [key.fileobj for key, _ in ready] != [wake]:
+                if [key.fileobj for key, _ in ready] != [waiter.wake]:
                     break
-                os.eventfd_read(wake)
-            return self._num_since_wait >= count
+                os.eventfd_read(waiter.wake)
+            return waiter.num_scrapes >= count
 
     @contextlib.contextmanager
-    def _waking(self) -> Iterator[int]:
+    def _waiting(self) -> Iterator[_Waiter]:
         """Counts scrapes from now on, and writes to the descriptor after each."""
         wake = os.eventfd(0)
         with self._lock:
             self.wait_number += 1
-            self._num_since_wait = 0
-            self._wake = wake
+            waiter = _Waiter(number=self.wait_number, wake=wake)
+            self._waiters.append(waiter)
         try:
-            yield wake
+            yield waiter
         finally:
             with self._lock:
-                self._wake = None
+                self._waiters.remove(waiter)
             os.close(wake)
 
     def close(self) -> None:
@@ -264,11 +272,10 @@ class MetricsServer:
         """A scrape was answered completely. `wait_number`: as it was when it was asked for."""
         with self._lock:
             self.num_scrapes += 1
-            if wait_number != self.wait_number:
-                return
-            self._num_since_wait += 1
-            if self._wake is not None:
-                os.eventfd_write(self._wake, 1)
+            for waiter in self._waiters:
+                if waiter.number <= wait_number:
+                    waiter.num_scrapes += 1
+                    os.eventfd_write(waiter.wake, 1)
 
 
 def _handler(server: MetricsServer) -> type[BaseHTTPRequestHandler]:

@@ -51,6 +51,7 @@ EMPTY_WHEN_HEALTHY: dict[tuple[str, str, str], str] = {
     ("checkpoints", "Rejected", "Number"): "troubled",
     ("checkpoints", "Skipped", "Number"): "troubled",
     ("checkpoints", "Failed", "Number"): "troubled",
+    ("checkpoints", "Not read back", "Number"): "troubled",
     ("ranks", "GPU utilisation", GPU): "troubled",
     ("ranks", "GPU memory", GPU): "troubled",
     ("ranks", "GPU temperature", GPU): "troubled",
@@ -206,6 +207,7 @@ def real(
     ports = {name: free_port() for name in faults}
     targets = tuple(ScrapeTarget(url=f"http://127.0.0.1:{port}/metrics") for port in ports.values())
     with MonitoringStack(StackConfig(targets=targets, scrape_interval_s=SCRAPE_S)) as stack:
+        assert stack.wait_until(lambda: len(query.instant(stack.prometheus_url, "up")) == len(ports), DEADLINE_S)
         started = {}
         for name, specs in faults.items():
             planned = [word for spec in specs for word in ("--fault", spec)]

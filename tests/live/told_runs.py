@@ -17,8 +17,10 @@ from nvrx_sre.events.schema import (
     SaveFailure,
     SaveSkipped,
     SaveStarted,
+    SaveUnverified,
     SkipReason,
     Tier,
+    Unverified,
 )
 from nvrx_sre.goodput.incidents import IncidentTracker
 from nvrx_sre.goodput.ledger import Ledger
@@ -73,8 +75,8 @@ def fill(board: NodeBoard, values: SeriesValues) -> None:
 
 
 def troubled_story(num_incidents: int) -> stories.Story:
-    """So many recovered incidents, saves and deletions, then a save that failed, one that was skipped, and a checkpoint
-    that was rejected."""
+    """So many recovered incidents, saves and deletions, then a save that failed, one that was not read back, one
+    that was skipped, and a checkpoint that was rejected."""
     story, at_s = stories.begin()
     for step in range(1, num_incidents + 1):
         story.steps(at_s, at_s + 0.2, step, step)
@@ -86,6 +88,7 @@ def troubled_story(num_incidents: int) -> stories.Story:
         story.save(at_s + 0.5 + number / 10, num_incidents + 1)
         story.add(at_s + 0.6 + number / 10, CheckpointDeleted(step=number, directory="d", seconds=0.1))
     story.add(at_s + 4, SaveFailed(step=9, tier=Tier.DURABLE, reason=SaveFailure.STORAGE, message="disk full"))
+    story.add(at_s + 4, SaveUnverified(step=9, reason=Unverified.WRITER_DIED, message=""))
     story.add(at_s + 4, SaveSkipped(step=10, tier=Tier.DURABLE, reason=SkipReason.WRITER_BUSY))
     story.reject(at_s + 4, 9)
     return story

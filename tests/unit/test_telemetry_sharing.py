@@ -130,7 +130,7 @@ def test_a_scrape_that_was_asked_for_before_the_end_has_not_seen_it() -> None:
         before.join()
         while server.num_scrapes == 0:  # counted just after the answer was sent
             pass
-        assert server._num_since_wait == 0
+        assert [item.num_scrapes for item in server._waiters] == [0]
         after = scrape()
         make.may_end.release()
         after.join()
